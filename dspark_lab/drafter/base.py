@@ -1,0 +1,215 @@
+"""The LightningModule that all drafters share: borrowed matrices, the training step, the walk over chunks.
+
+An algorithm adds four methods: ``forward`` (the network up to hidden states), ``head`` (hidden states -> draft logits),
+``loss`` (the objective) and ``propose`` (inference). ``loss`` and ``propose`` share ``head``.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark_lab.data.vocabulary import DraftVocabulary
+from dspark_lab.decoding.sampling import draw, probabilities
+from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.losses import LossTerms, walk_chunks
+from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
+from dspark_lab.records import Batch, Proposal, Sampling, TargetSpec
+from dspark_lab.target.protocol import TargetHead
+from dspark_lab.training.optimizers import AdamW, WarmupCosine
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutput:
+    """Supervised slots in whole blocks: A blocks (EAGLE-3: chains) of S predicting slots (EAGLE-3: steps).
+
+    ``supervised`` is a run of True per block; ``teacher_hidden`` are the target's last hidden states, before its final
+    norm, at the token that predicts the label.
+    """
+
+    hidden: Tensor  # [A, S, H], normed: ready for the head
+    previous_token_ids: Tensor  # int64 [A, S] target ids: the true token before each label
+    labels: Tensor  # int64 [A, S] target ids
+    supervised: Tensor  # bool [A, S]
+    teacher_hidden: Tensor  # [A, S, H]
+
+    def __getitem__(self, blocks: slice) -> "DraftOutput":
+        return DraftOutput(*(getattr(self, field.name)[blocks] for field in fields(self)))
+
+    def with_hidden(self, hidden: Tensor) -> "DraftOutput":
+        return DraftOutput(hidden, self.previous_token_ids, self.labels, self.supervised, self.teacher_hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """What a drafter has of its target: facts, frozen matrices, and which of its tokens it drafts."""
+
+    target: TargetSpec
+    head: TargetHead
+    vocabulary: DraftVocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a drafter is trained, whatever its algorithm. ``seed`` keys its anchors."""
+
+    optimizer: AdamW
+    lr_schedule: WarmupCosine
+    seed: int
+
+
+class Drafter(L.LightningModule):
+    """Base of all drafters.
+
+    ``target_head`` and the rows of its vocabulary matrix for the draft vocabulary are plain attributes: frozen, in no
+    state dict, no gradient bucket and no broadcast; ``_apply`` moves them with the module.
+    """
+
+    num_draft_tokens: int  # tokens that one proposal holds at most
+
+    def __init__(self, *, borrowed: Borrowed, recipe: Recipe, head_chunk_tokens: int) -> None:
+        super().__init__()
+        self.target, self.target_head, self.vocabulary = borrowed.target, borrowed.head, borrowed.vocabulary
+        lm_head = self.target_head.lm_head
+        self.draft_rows = lm_head if self.vocabulary.is_full else lm_head[self.vocabulary.draft_to_target]
+        self.recipe = recipe
+        self.head_chunk_tokens = head_chunk_tokens
+        self.acceptance_estimate = AcceptanceLengthEstimate()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Drafter":
+        super()._apply(fn, recurse)
+        shared = self.draft_rows is self.target_head.lm_head
+        self.target_head = self.target_head.map(fn)
+        self.draft_rows = self.target_head.lm_head if shared else fn(self.draft_rows)
+        self.vocabulary = self.vocabulary.to(self.draft_rows.device)
+        return self
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> DraftOutput: ...
+
+    def head(self, hidden: Tensor, previous_token_ids: Tensor) -> Tensor:
+        """Draft logits [..., V_d] of normed states [..., H]; the previous tokens matter only to order-aware heads."""
+        return F.linear(hidden, self.draft_rows.to(hidden.dtype))
+
+    @abstractmethod
+    def loss(self, output: DraftOutput, batch: Batch) -> LossTerms: ...
+
+    @abstractmethod
+    def propose(
+        self,
+        context: DraftContext,
+        *,
+        num_draft_tokens: int,
+        sampling: Sampling,
+        generator: torch.Generator | None = None,
+        forced_token_ids: Tensor | None = None,
+    ) -> Proposal: ...
+
+    def teacher_logits(self, teacher_hidden: Tensor) -> Tensor:
+        """Target logits on the draft vocabulary, [..., V_d]."""
+        return F.linear(self.target_head.norm(teacher_hidden.to(self.draft_rows.dtype)), self.draft_rows)
+
+    def walk(
+        self,
+        output: DraftOutput,
+        objective: Callable[[DraftOutput], Mapping[str, Tensor]],
+        *,
+        weights: Mapping[str, float],
+        denominator: Tensor,
+    ) -> LossTerms:
+        """``walk_chunks`` over ``output``: ``objective`` gets chunks of about ``head_chunk_tokens`` slots."""
+        return walk_chunks(
+            lambda blocks, hidden: objective(output[blocks].with_hidden(hidden)),
+            output.hidden,
+            weights=weights,
+            denominator=denominator,
+            parameters=[p for module in self.head_modules() for p in module.parameters()],
+            chunk_blocks=self._chunk_blocks(output),
+        )
+
+    def head_modules(self) -> list[nn.Module]:
+        """Modules with parameters that ``head`` or ``loss`` use after ``forward``."""
+        return []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        terms = self.loss(self(batch), batch)
+        self.log("train/loss", terms.total.detach(), prog_bar=True)
+        self.log_dict({f"train/{name}": value for name, value in terms.terms.items()})
+        return terms.total
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        output = self(batch)
+        self.log("val/loss", self.loss(output, batch).total, batch_size=max(output.hidden.shape[0], 1))
+        self.acceptance_estimate.update(self.agreement(output), output.supervised)
+        self.log("val/acceptance_length_estimate", self.acceptance_estimate, prog_bar=True)
+
+    @torch.no_grad()
+    def agreement(self, output: DraftOutput) -> Tensor:
+        """bool [A, S]: the drafter's arg-max is the target's, teacher-forced.
+
+        The target's arg-max is taken over its whole vocabulary: a token that the draft vocabulary lacks counts as missed.
+        """
+        agreed = [output.supervised.new_empty(0, output.supervised.shape[1])]
+        step = self._chunk_blocks(output)
+        for start in range(0, output.hidden.shape[0], step):
+            chunk = output[start : start + step]
+            drafted = self.vocabulary.to_target(self.head(chunk.hidden, chunk.previous_token_ids).argmax(-1))
+            teacher = self.target_head.logits(chunk.teacher_hidden.to(self.draft_rows.dtype))
+            agreed.append(drafted == teacher.argmax(-1))
+        return torch.cat(agreed)
+
+    def configure_optimizers(self):
+        optimizer = self.recipe.optimizer.build(self)
+        schedule = self.recipe.lr_schedule.build(optimizer, num_steps=int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _chunk_blocks(self, output: DraftOutput) -> int:
+        return max(self.head_chunk_tokens // output.hidden.shape[1], 1)
+
+    def choose(
+        self, logits: Tensor, sampling: Sampling, generator: torch.Generator | None, forced: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens (target ids, [...]) and their distributions over target ids [..., V], from draft logits [..., V_d]."""
+        if sampling.greedy:
+            return (self.vocabulary.to_target(logits.argmax(-1)) if forced is None else forced), None
+        on_draft = probabilities(logits, sampling)
+        token_ids = self.vocabulary.to_target(draw(on_draft, generator)) if forced is None else forced
+        on_target = on_draft.new_zeros(*logits.shape[:-1], self.target.vocab_size)
+        on_target[..., self.vocabulary.draft_to_target] = on_draft
+        return token_ids, on_target
+
+    def walk_slots(
+        self,
+        anchor_token_id: int,
+        next_logits: Callable[[int, Tensor], Tensor],
+        *,
+        num_draft_tokens: int,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        forced_token_ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft left to right: ``next_logits(k, previous token)`` -> [V_d]. Returns ids [K] and distributions [K, V]."""
+        previous = torch.tensor(anchor_token_id, device=self.device)
+        token_ids, distributions = [], []
+        for k in range(num_draft_tokens):
+            forced = None if forced_token_ids is None else forced_token_ids[k]
+            previous, distribution = self.choose(next_logits(k, previous), sampling, generator, forced)
+            token_ids.append(previous)
+            distributions.append(distribution)
+        ids = torch.stack(token_ids) if token_ids else previous.new_empty(0)
+        return ids, torch.stack(distributions) if token_ids and not sampling.greedy else None
+
+    def check_num_draft_tokens(self, num_draft_tokens: int) -> None:
+        if not 0 <= num_draft_tokens <= self.num_draft_tokens:
+            raise ValueError(
+                f"num_draft_tokens={num_draft_tokens} but this {type(self).__name__} drafts at most "
+                f"{self.num_draft_tokens}; lower evaluate.num_draft_tokens or train with larger blocks"
+            )
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """Captured states [..., L, H] -> [..., L * H] in the drafter's precision."""
+        return hidden_states.flatten(-2).to(next(self.parameters()).dtype)

@@ -1,0 +1,110 @@
+"""The backbone that block drafters share: all slots of a block at once, over the target's states before its anchor."""
+
+import torch
+from torch import Tensor, nn
+
+from dspark_lab.drafter.anchors import Blocks, gather_blocks, sample_anchors
+from dspark_lab.drafter.attention import Visibility
+from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
+from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rotary, layer_config
+from dspark_lab.drafter.losses import exponential_decay
+from dspark_lab.records import Batch
+
+
+class BlockDrafter(Drafter):
+    """c = hidden_norm(fc(states)) is the context of every layer; [anchor, MASK, ...] is drafted over it.
+
+    Algorithms.md 2.2. Anchor-first (``sample_from_anchor``): every slot predicts; 1 + N: the slots after the anchor do.
+    """
+
+    decay: Tensor
+
+    def __init__(
+        self,
+        *,
+        borrowed: Borrowed,
+        recipe: Recipe,
+        head_chunk_tokens: int,
+        num_layers: int,
+        intermediate_size: int | None,
+        block_size: int,
+        num_anchors: int,
+        decay_gamma: float,
+        sample_from_anchor: bool,
+    ) -> None:
+        super().__init__(borrowed=borrowed, recipe=recipe, head_chunk_tokens=head_chunk_tokens)
+        if block_size < 2:
+            raise ValueError(f"block_size={block_size} must be at least 2: the anchor and a slot to predict")
+        target = borrowed.target
+        config = layer_config(target, num_layers=num_layers, intermediate_size=intermediate_size)
+        self.block_size, self.num_anchors, self.sample_from_anchor = block_size, num_anchors, sample_from_anchor
+        self.num_draft_tokens = block_size if sample_from_anchor else block_size - 1
+        self.register_buffer("decay", exponential_decay(self.num_draft_tokens, decay_gamma), persistent=False)
+        self.fc = nn.Linear(len(target.layer_ids) * target.hidden_size, target.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
+        self.rotary = Rotary(config)
+
+    def forward(self, batch: Batch) -> DraftOutput:
+        anchors = sample_anchors(batch, num_anchors=self.num_anchors, seed=self.recipe.seed)
+        blocks = self.blocks(batch, anchors)
+        context = self.context(batch.hidden_states.flatten(0, 1), batch.position_ids.flatten())
+        hidden = self.backbone(blocks.token_ids, blocks.position_ids, context, blocks.visibility)
+        return DraftOutput(
+            hidden=hidden,
+            previous_token_ids=blocks.previous_token_ids,
+            labels=blocks.labels,
+            supervised=blocks.supervised,
+            teacher_hidden=batch.last_hidden_state.flatten(0, 1)[blocks.teacher],
+        )
+
+    def blocks(self, batch: Batch, anchors: Tensor) -> Blocks:
+        return gather_blocks(
+            batch,
+            anchors,
+            block_size=self.block_size,
+            mask_token_id=self.target.mask_token_id,
+            sample_from_anchor=self.sample_from_anchor,
+        )
+
+    def context(self, hidden_states: Tensor, position_ids: Tensor) -> list[KeyValue]:
+        """Keys and values of every layer for captured states [N, L, H] at positions [N]."""
+        states = self.hidden_norm(self.fc(self.features(hidden_states)))
+        rope = self.rotary(position_ids)
+        return [layer.self_attn.keys_values(states, rope) for layer in self.layers]
+
+    def backbone(
+        self, token_ids: Tensor, position_ids: Tensor, context: list[KeyValue], visibility: Visibility
+    ) -> Tensor:
+        """Block ids and positions [A, B] -> normed hidden states of the predicting slots [A, S, H]."""
+        states = self.target_head.embed(token_ids.flatten()).to(self.fc.weight.dtype)
+        rope = self.rotary(position_ids.flatten())
+        for layer, keys_values in zip(self.layers, context, strict=True):
+            states = layer(states, rope, keys_values, visibility)
+        hidden = self.norm(states).view(*token_ids.shape, -1)
+        return hidden if self.sample_from_anchor else hidden[:, 1:]
+
+    def draft_block(self, context: DraftContext) -> Tensor:
+        """Hidden states [S, H] of the block at the context's anchor; its new states go into the cache, the block does not.
+
+        The whole trained block is always computed, also when fewer tokens are wanted: with fewer mask tokens it would see
+        something it was never trained on.
+        """
+        start = context.position - context.token_ids.numel()
+        new = self.context(context.hidden_states, torch.arange(start, context.position, device=self.device))
+        context.cache = (
+            new if context.cache is None else [_append(*pair) for pair in zip(context.cache, new, strict=True)]
+        )
+        context.consumed()
+        ids = torch.full((1, self.block_size), self.target.mask_token_id, device=self.device)
+        ids[0, 0] = context.anchor_token_id
+        positions = context.position + torch.arange(self.block_size, device=self.device)
+        lower = torch.zeros(self.block_size, dtype=torch.int64, device=self.device)
+        visibility = Visibility(lower, torch.full_like(lower, context.position), self.block_size)
+        return self.backbone(ids, positions[None], context.cache, visibility)[0]
+
+
+def _append(past: KeyValue, new: KeyValue) -> KeyValue:
+    return torch.cat([past[0], new[0]]), torch.cat([past[1], new[1]])

@@ -1,0 +1,142 @@
+"""Decoder layers of drafters, with the parameter names of Qwen3/Llama layers and of the speculators format."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedding, rotate_half
+
+from dspark_lab.drafter.attention import Visibility, attend
+from dspark_lab.records import TargetSpec
+
+KeyValue = tuple[Tensor, Tensor]  # keys and values, each [N, Hkv, D]
+Rope = tuple[Tensor, Tensor]  # cos and sin, each [N, 1, D]
+
+
+def layer_config(target: TargetSpec, *, num_layers: int, intermediate_size: int | None = None) -> Qwen3Config:
+    """A drafter's layers have the target's width, heads and RoPE; only their number and MLP size are its own."""
+    return Qwen3Config(
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size or target.intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+        rope_parameters=dict(target.rope_parameters),
+        vocab_size=target.vocab_size,
+        hidden_act="silu",
+        attention_bias=False,
+        tie_word_embeddings=False,
+    )
+
+
+class Rotary(nn.Module):
+    """Rotary table (neox style, any RoPE scaling that Transformers knows) at given positions."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.table = Qwen3RotaryEmbedding(config)
+
+    def forward(self, position_ids: Tensor) -> Rope:
+        """[N] positions -> cos and sin, each fp32 [N, 1, D]."""
+        cos, sin = self.table(self.table.inv_freq, position_ids[None])
+        return cos[0, :, None], sin[0, :, None]
+
+
+def rotate(states: Tensor, rope: Rope) -> Tensor:
+    """Rotate heads [N, h, D]."""
+    cos, sin = rope
+    return (states * cos + rotate_half(states) * sin).to(states.dtype)
+
+
+class DraftAttention(nn.Module):
+    """Projections of an attention layer whose queries and keys may come from different inputs."""
+
+    def __init__(self, config: Qwen3Config, *, input_size: int, qk_norm: bool) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, key_size, bias=False)
+        self.v_proj = nn.Linear(input_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if qk_norm else nn.Identity()
+
+    def queries(self, states: Tensor, rope: Rope) -> Tensor:
+        """[Q, input] -> [Q, Hq, D]."""
+        return rotate(self.q_norm(self.q_proj(states).unflatten(-1, (-1, self.head_dim))), rope)
+
+    def keys_values(self, states: Tensor, rope: Rope) -> KeyValue:
+        """[N, input] -> keys and values, each [N, Hkv, D]."""
+        key = rotate(self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim))), rope)
+        return key, self.v_proj(states).unflatten(-1, (-1, self.head_dim))
+
+    def forward(self, query: Tensor, context: KeyValue, own: Sequence[KeyValue], visibility: Visibility) -> Tensor:
+        return self.o_proj(attend(query, context, own, visibility).flatten(1))
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer over block slots that also attends to context states, which bypass ``input_layernorm``."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config, input_size=config.hidden_size, qk_norm=True)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, states: Tensor, rope: Rope, context: KeyValue, visibility: Visibility) -> Tensor:
+        """states [Q, H], context keys and values [N, Hkv, D] -> [Q, H]."""
+        normed = self.input_layernorm(states)
+        query = self.self_attn.queries(normed, rope)
+        own = [self.self_attn.keys_values(normed, rope)]
+        states = states + self.self_attn(query, context, own, visibility)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class ChainLayer(nn.Module):
+    """EAGLE-3's decoder layer. The first one takes the pair (token embedding, hidden state), the others hidden states."""
+
+    def __init__(self, config: Qwen3Config, *, first: bool) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.self_attn = DraftAttention(config, input_size=2 * size if first else size, qk_norm=False)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        if first:
+            self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.first = first
+
+    def inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """What the projections see: [N, 2H] in the first layer (embedding first), [N, H] in the others."""
+        if not self.first:
+            return self.input_layernorm(hidden)
+        return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+
+    def forward(
+        self,
+        inputs: Tensor,
+        residual: Tensor,
+        rope: Rope,
+        context: KeyValue,
+        own: Sequence[KeyValue],
+        visibility: Visibility,
+    ) -> Tensor:
+        """``inputs`` as made by ``inputs()``, residual [Q, H] -> [Q, H]."""
+        states = residual + self.self_attn(self.self_attn.queries(inputs, rope), context, own, visibility)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+def initialise(module: nn.Module, *, std: float = 0.02) -> None:
+    """Linear and embedding weights ~ N(0, std), biases 0, norms 1: what Transformers gives a Qwen3 model."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            nn.init.normal_(part.weight, std=std)
+        if isinstance(part, nn.Linear) and part.bias is not None:
+            nn.init.zeros_(part.bias)

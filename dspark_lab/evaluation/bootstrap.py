@@ -1,0 +1,62 @@
+"""Percentile bootstrap of ratio estimators over prompts.
+
+Steps of one answer depend on each other, so whole prompts are resampled, never steps (Efron and Tibshirani 1993, "An
+Introduction to the Bootstrap", chapters 8 and 13).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+_CHUNK = 256  # resamples held at once: [_CHUNK, P] weights
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """M ratios with intervals, each [M]; NaN where a ratio, or its interval, is not defined."""
+
+    value: NDArray[np.float64]
+    low: NDArray[np.float64]
+    high: NDArray[np.float64]
+
+
+def bootstrap_ratios(
+    numerators: ArrayLike,
+    denominators: ArrayLike,
+    *,
+    num_resamples: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> Ratios:
+    """sum(numerators) / sum(denominators) over prompts, with percentile intervals.
+
+    All M ratios share the resamples, and the same seed gives the same intervals. A ratio has no interval when fewer
+    than two prompts contribute to its denominator. Resamples in which its denominator vanishes are left out.
+
+    Args:
+        numerators: [P, M], one row a prompt.
+        denominators: [P, M], not negative.
+    """
+    top, bottom = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
+    if top.ndim != 2 or top.shape != bottom.shape:
+        raise ValueError(f"numerators {top.shape} and denominators {bottom.shape} must both be [prompts, ratios]")
+    num_prompts = top.shape[0]
+    value = _divide(top.sum(0), bottom.sum(0))
+    low, high = np.full_like(value, np.nan), np.full_like(value, np.nan)
+    known = (bottom > 0).sum(0) >= 2
+    if known.any():
+        generator = np.random.default_rng(seed)
+        chunks = [min(_CHUNK, num_resamples - start) for start in range(0, num_resamples, _CHUNK)]
+        drawn = [
+            _divide(weights @ top[:, known], weights @ bottom[:, known])
+            for size in chunks
+            for weights in [generator.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=size)]
+        ]
+        tail = (1 - level) / 2
+        low[known], high[known] = np.nanquantile(np.concatenate(drawn), [tail, 1 - tail], axis=0)
+    return Ratios(value, low, high)
+
+
+def _divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom > 0)

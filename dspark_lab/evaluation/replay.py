@@ -1,0 +1,221 @@
+"""Evaluation without a target forward: walk a recorded answer with its stored states.
+
+Real token-wise rejection accepts draft x with probability min(1, p/q), so it drafts *and* keeps x with probability
+min(p(x), q(x)), and it emits x, kept or not, with probability p(x). Given that it emits x, the draft was therefore kept
+with probability min(1, q(x) / p(x)). The recorded answer was drawn from p: keeping each recorded token with that
+probability, and making the first that is not kept the next anchor, has the distribution of real decoding. An argmax
+draft d is a one-hot q: the recorded x is kept with probability min(1, [x = d] / p(x)) = [x = d].
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark_lab.decoding.loop import GREEDY, Proposer, cut, verify_step
+from dspark_lab.decoding.sampling import probabilities, prompt_generator
+from dspark_lab.drafter.context import DraftContext
+from dspark_lab.evaluation.decode import Progress, silent
+from dspark_lab.records import Proposal, Sampling, TargetSample, TokenizedConversation, Trace
+from dspark_lab.target.protocol import TargetHead
+
+CHUNK_TOKENS = 128
+"""Answer tokens whose target logits exist at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """Traces in the order of the conversations, and how many conversations were refused for which reason."""
+
+    traces: tuple[Trace, ...]
+    refused: Mapping[str, int]
+
+
+@torch.inference_mode()
+def replay(
+    drafter: Proposer,
+    sample: TargetSample,
+    conversation: TokenizedConversation,
+    *,
+    sampling: Sampling,
+    num_draft_tokens: int,
+    target_head: TargetHead,
+    eos_token_ids: Collection[int],
+    generator: torch.Generator | None = None,
+    draft_greedily: bool = False,
+) -> Trace:
+    """Trace of the last answer of ``conversation`` as decoding would have written it (see the module).
+
+    The accounting is ``speculative_decode``'s: the first token comes from the prefill, the answer ends after its first
+    end token and at ``sampling.max_new_tokens``, every step drafts at full width. Where fewer recorded tokens are left
+    than slots, the forced tokens are padded with the last one: no slot that matters is conditioned on the padding.
+    When drafts are drawn, confidences after a step's first rejected slot are those given the recorded tokens, where
+    decoding has those given the rejected draft. ``generator`` is on the head's device.
+
+    Raises ValueError for an answer that was not recorded at ``sampling``.
+    """
+    reason = refusal(conversation, sample.loss_mask, sampling=sampling)
+    if reason is not None:
+        raise ValueError(
+            f"conversation {conversation.id!r} cannot be replayed at {sampling}: {reason} (recorded: "
+            f"{conversation.sampling}); replay at the recorded sampling, or regenerate the answers at this one"
+        )
+    answer = _recorded_answer(sample, sampling=sampling, target_head=target_head, eos_token_ids=eos_token_ids)
+    draft_greedily = draft_greedily or sampling.greedy
+    context = DraftContext.start(
+        answer.token_ids[: answer.start], answer.hidden_states[: answer.start], int(answer.token_ids[answer.start])
+    )
+    steps = []
+    while (remaining := len(answer.token_ids) - 1 - context.position) > 0:
+        position = context.position
+        proposal = drafter.propose(
+            context,
+            num_draft_tokens=num_draft_tokens,
+            sampling=GREEDY if draft_greedily else sampling,
+            generator=generator,
+            forced_token_ids=None if draft_greedily else answer.following(position, num_draft_tokens),
+        )
+        kept = _matches(proposal, answer, position) if draft_greedily else _kept(proposal, answer, position, generator)
+        # What follows `remaining` recorded tokens was cut away in decoding too.
+        emitted = min(int(kept.long().cumprod(0).sum()) + 1, remaining)
+        steps.append(verify_step(position, proposal, num_accepted=emitted - 1))
+        known = slice(position, position + emitted)
+        context.advance(answer.token_ids[known], answer.hidden_states[known], int(answer.token_ids[position + emitted]))
+    return Trace(conversation.id, conversation.domain, tuple(steps), len(answer.token_ids) - answer.start)
+
+
+def evaluate_replay(
+    drafter: Proposer,
+    store_get: Callable[[str], TargetSample],
+    conversations: Sequence[TokenizedConversation],
+    *,
+    sampling: Sampling,
+    num_draft_tokens: int,
+    target_head: TargetHead,
+    eos_token_ids: Collection[int],
+    seed: int,
+    draft_greedily: bool = False,
+    progress: Progress = silent,
+) -> ReplayResult:
+    """Replay every conversation that can be; the others are counted by reason.
+
+    ``store_get`` returns the sample of a ``TokenizedConversation.key``. Random numbers depend on ``seed`` and the
+    conversation's id only. Raises ValueError when none can be replayed.
+    """
+    traces, refused = [], Counter()
+    for conversation in progress(conversations, "replay"):
+        reason = refusal(conversation, conversation.loss_mask, sampling=sampling)
+        if reason is not None:
+            refused[reason] += 1
+            continue
+        trace = replay(
+            drafter,
+            store_get(conversation.key),
+            conversation,
+            sampling=sampling,
+            num_draft_tokens=num_draft_tokens,
+            target_head=target_head,
+            eos_token_ids=eos_token_ids,
+            generator=prompt_generator(seed, conversation.id, target_head.lm_head.device),
+            draft_greedily=draft_greedily,
+        )
+        traces.append(trace)
+    if not traces:
+        raise ValueError(
+            f"none of {len(conversations)} conversations can be replayed at {sampling}: {dict(refused)}; "
+            "give conversations that the target answered at this sampling"
+        )
+    return ReplayResult(tuple(traces), dict(refused))
+
+
+def refusal(conversation: TokenizedConversation, loss_mask: Tensor, *, sampling: Sampling) -> str | None:
+    """Why the last answer, as marked by ``loss_mask`` [T], cannot be replayed at ``sampling``; None if it can."""
+    if conversation.sampling is None:
+        return "no sampling recorded"
+    if not conversation.sampling.same_distribution(sampling):
+        return "recorded at another sampling"
+    if not loss_mask.any():
+        return "no answer"
+    if answer_span(loss_mask)[0] == 0:
+        return "no prompt before the answer"
+    return None
+
+
+def answer_span(loss_mask: Tensor) -> tuple[int, int]:
+    """[start, end) of the last contiguous run of True in ``loss_mask`` [T]; there is at least one."""
+    end = int(loss_mask.nonzero()[-1]) + 1
+    gaps = (~loss_mask[:end]).nonzero()
+    return (int(gaps[-1]) + 1 if gaps.numel() else 0), end
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Prompt and answer on the device, ending with the answer's last token.
+
+    ``token_ids`` [T], ``hidden_states`` [T, L, H], the answer from ``start`` on; ``probabilities`` fp32 [T]: p of the
+    token *after* t given those up to t (unread before ``start`` and at the end); None for a greedy answer.
+    """
+
+    token_ids: Tensor
+    hidden_states: Tensor
+    start: int
+    probabilities: Tensor | None
+
+    def following(self, position: int, num_tokens: int) -> Tensor:
+        """The recorded tokens after ``position``, [num_tokens]; past the end the last one again."""
+        indices = torch.arange(position + 1, position + 1 + num_tokens, device=self.token_ids.device)
+        return self.token_ids[indices.clamp_max(len(self.token_ids) - 1)]
+
+
+def _recorded_answer(
+    sample: TargetSample, *, sampling: Sampling, target_head: TargetHead, eos_token_ids: Collection[int]
+) -> _Answer:
+    device = target_head.lm_head.device
+    start, end = answer_span(sample.loss_mask)
+    new_tokens = cut(
+        sample.token_ids[start:end].tolist(), max_tokens=sampling.max_new_tokens, eos_token_ids=eos_token_ids
+    )
+    end = start + len(new_tokens)
+    return _Answer(
+        token_ids=sample.token_ids[:end].to(device),
+        hidden_states=sample.hidden_states[:end].to(device),
+        start=start,
+        probabilities=None
+        if sampling.greedy
+        else _next_token_probabilities(sample, start, end, sampling=sampling, target_head=target_head),
+    )
+
+
+def _next_token_probabilities(
+    sample: TargetSample, start: int, end: int, *, sampling: Sampling, target_head: TargetHead
+) -> Tensor:
+    """p of each answer token but the first under the target's distribution, at the place of the token before it."""
+    head = target_head.lm_head
+    token_ids = sample.token_ids[:end].to(head.device)
+    recorded = torch.zeros(end, device=head.device)
+    for first in range(start, end - 1, CHUNK_TOKENS):
+        last = min(first + CHUNK_TOKENS, end - 1)
+        p = probabilities(target_head.logits(sample.last_hidden_state[first:last].to(head)), sampling)
+        recorded[first:last] = p.gather(-1, token_ids[first + 1 : last + 1, None]).squeeze(-1)
+    return recorded
+
+
+def _matches(proposal: Proposal, answer: _Answer, position: int) -> Tensor:
+    """bool [K]: argmax drafts stand where they are the recorded tokens."""
+    return proposal.token_ids == answer.following(position, proposal.token_ids.numel())
+
+
+def _kept(proposal: Proposal, answer: _Answer, position: int, generator: torch.Generator | None) -> Tensor:
+    """bool [K]: each recorded token, given that those before it were kept, with probability min(1, q / p)."""
+    num_slots = proposal.token_ids.numel()
+    recorded = answer.following(position, num_slots)
+    assert torch.equal(proposal.token_ids, recorded), "the drafter did not follow the forced tokens"
+    if proposal.probabilities is None:
+        raise ValueError("the drafter offers no probabilities for drawn drafts; replay it with draft_greedily=True")
+    assert answer.probabilities is not None
+    q = proposal.probabilities.float().gather(-1, recorded[:, None]).squeeze(-1)
+    slots = torch.arange(position, position + num_slots, device=q.device).clamp_max(len(answer.token_ids) - 1)
+    uniform = torch.rand(num_slots, generator=generator, device=q.device)
+    return uniform * answer.probabilities[slots] < q

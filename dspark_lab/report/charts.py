@@ -1,0 +1,158 @@
+"""The charts of the report, as plotly figures. Axes carry units; a drafter keeps its colour and marker."""
+
+from collections.abc import Sequence
+
+import plotly.graph_objects as go
+
+from dspark_lab.report.comparison import Row, row_labels
+
+# Dark enough for 4.5 : 1 on white, and told apart without colour vision by the marker.
+COLOURS = ("#0b5cad", "#b04a00", "#00705c", "#8a2f7d", "#6b5900", "#4b5563", "#a3123a", "#245b1f")
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
+INK, SOFT, GRID = "#1f2933", "#5f6b78", "#e3e7ec"
+
+
+def acceptance_chart(rows: Sequence[Row]) -> go.Figure:
+    """Acceptance length by drafter, decode and replay, with 95 % intervals."""
+    figure = _figure("acceptance length (tokens per verify step)", "")
+    labels = row_labels(rows)
+    for offset, (name, symbol) in enumerate((("decode", "circle"), ("replay", "circle-open"))):
+        found = [
+            (label, row.decode if name == "decode" else row.replay) for label, row in zip(labels, rows, strict=True)
+        ]
+        entries = [(label, entry) for label, entry in found if entry is not None]
+        if not entries:
+            continue
+        figure.add_scatter(
+            x=[entry.value for _, entry in entries],
+            y=[labels.index(label) + (offset - 0.5) * 0.24 for label, _ in entries],
+            customdata=[label for label, _ in entries],
+            mode="markers",
+            name=name,
+            error_x=_error(entry for _, entry in entries),
+            marker={
+                "symbol": symbol,
+                "size": 11,
+                "color": (INK, SOFT)[offset],
+                "line": {"width": 2, "color": (INK, SOFT)[offset]},
+            },
+            hovertemplate="%{customdata}: %{x:.3f}<extra>" + name + "</extra>",
+        )
+    figure.update_yaxes(
+        tickvals=list(range(len(labels))), ticktext=[_wrap(label) for label in labels], range=[len(labels) - 0.5, -0.5]
+    )
+    figure.update_xaxes(rangemode="normal", autorangeoptions={"include": 1.0})  # 1 is plain decoding
+    figure.update_layout(height=150 + 62 * len(labels))
+    return figure
+
+
+def rates_chart(rows: Sequence[Row], *, conditional: bool) -> go.Figure:
+    """Acceptance rate per draft position with 95 % intervals, a line a drafter."""
+    figure = _figure("draft position", "acceptance rate" + (", given the prefix" if conditional else ""))
+    for index, (label, row) in enumerate(zip(row_labels(rows), rows, strict=True)):
+        rates = row.conditional_rates if conditional else row.rates
+        if not rates:
+            continue
+        figure.add_scatter(
+            x=[k + 1 for k in range(len(rates))],
+            y=[entry.value for entry in rates],
+            error_y=_error(rates),
+            name=label,
+            mode="lines+markers",
+            **_style(index),
+            hovertemplate="position %{x}: %{y:.3f}<extra>" + label + "</extra>",
+        )
+    figure.update_yaxes(range=[0, 1.03], tickformat=".1f")
+    figure.update_xaxes(dtick=1)
+    return figure
+
+
+def curve_chart(rows: Sequence[Row], names: Sequence[str], *, over: str, axis: str) -> go.Figure | None:
+    """Curves of the runs over ``over`` ("time_s" or "tokens"), the second of ``names`` dotted; None without a point."""
+    figure = _figure({"time_s": "training time, minutes", "tokens": "tokens trained on"}[over], axis)
+    seen: dict[str, int] = {}  # a run that has several rows is drawn once
+    for row in rows:
+        seen.setdefault(row.label, len(seen))
+    runs = {row.label: row.run for row in rows}
+    named: set[str] = set()
+    for label, index in seen.items():
+        for dash, name in zip(("solid", "dot"), names, strict=False):
+            curve = runs[label].curve(name)
+            x = () if curve is None else tuple(t / 60 for t in curve.time_s) if over == "time_s" else curve.tokens
+            if curve is None or not x:
+                continue
+            style = _style(index)
+            style["line"] = style["line"] | {"dash": dash}
+            mode = "lines" if len(x) > 30 else "lines+markers"
+            legend = {"name": label, "legendgroup": label, "showlegend": label not in named}
+            named.add(label)
+            hover = f"%{{y:.3f}}<extra>{label}, {name}</extra>"
+            figure.add_scatter(x=x, y=curve.value, mode=mode, hovertemplate=hover, **legend, **style)
+    return figure if figure.data else None
+
+
+def speed_chart(rows: Sequence[Row]) -> go.Figure | None:
+    """Tokens per second of the loop, speculative beside plain. None when no run measured it."""
+    shown = [(label, row) for label, row in zip(row_labels(rows), rows, strict=True) if row.tokens_per_s]
+    if not shown:
+        return None
+    figure = _figure("", "tokens/s (loop, batch 1)")
+    bars = (
+        ("plain", "#9aa5b1", [row.plain_tokens_per_s for _, row in shown]),
+        ("speculative", COLOURS[0], [row.tokens_per_s for _, row in shown]),
+    )
+    for name, colour, entries in bars:
+        values = [entry.value if entry else None for entry in entries]
+        figure.add_bar(
+            x=[_wrap(label) for label, _ in shown],
+            y=values,
+            name=name,
+            marker_color=colour,
+            text=["" if value is None else f"{value:.1f}" for value in values],
+            textposition="outside",
+            cliponaxis=False,
+            hovertemplate="%{y:.2f} tokens/s<extra>" + name + "</extra>",
+        )
+    return figure
+
+
+def _figure(x: str, y: str) -> go.Figure:
+    figure = go.Figure()
+    axis = {"gridcolor": GRID, "zeroline": False, "automargin": True, "linecolor": "#8b97a4", "showline": True}
+    figure.update_layout(
+        template="none",
+        font={"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13, "color": INK},
+        paper_bgcolor="white",
+        plot_bgcolor="white",
+        margin={"l": 12, "r": 16, "t": 12, "b": 12},
+        height=330,
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0},
+        xaxis={**axis, "title": {"text": x, "standoff": 8, "font": {"size": 13}}},
+        yaxis={**axis, "title": {"text": y, "standoff": 8, "font": {"size": 13}}},
+        hoverlabel={"bgcolor": "white", "font": {"color": INK}},
+    )
+    return figure
+
+
+def _style(index: int) -> dict[str, dict]:
+    colour = COLOURS[index % len(COLOURS)]
+    return {
+        "line": {"color": colour, "width": 2},
+        "marker": {"color": colour, "symbol": MARKERS[index % len(MARKERS)], "size": 8},
+    }
+
+
+def _error(entries) -> dict[str, object]:
+    pairs = [
+        (None, None) if entry.low is None else (entry.high - entry.value, entry.value - entry.low) for entry in entries
+    ]
+    return {
+        "type": "data",
+        "array": [up for up, _ in pairs],
+        "arrayminus": [down for _, down in pairs],
+        "thickness": 1.5,
+    }
+
+
+def _wrap(label: str) -> str:
+    return label.replace(" (", "<br>(").replace(", ", ",<br>")

@@ -1,0 +1,182 @@
+"""One self-contained HTML file: the answer first, then what it rests on. It makes no request when it is opened."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+from rich.console import Console
+
+from dspark_lab.report.charts import acceptance_chart, curve_chart, rates_chart, speed_chart
+from dspark_lab.report.collect import Collection, collect, flatten
+from dspark_lab.report.comparison import Row, comparison_rows, differing_settings, notes, run_labels, verdict
+from dspark_lab.report.table import (
+    UNDEFINED,
+    TextTable,
+    comparison_table,
+    markdown,
+    missing,
+    print_comparison,
+    rates_table,
+    training_table,
+)
+
+# plotly 7 shows a button that uploads the chart unless both are set.
+_PLOTLY_CONFIG = {"displayModeBar": False, "responsive": True, "showSendToCloud": False, "plotlyServerURL": ""}
+
+
+def write_report(
+    run_dirs: Sequence[Path | str], out: Path, *, title: str = "Drafter comparison", console: Console | None = None
+) -> Path:
+    """Print the comparison, write it as HTML to ``out`` and as Markdown beside it; returns the path of the HTML file.
+
+    Args:
+        run_dirs: run folders, folders of runs, or glob patterns (see ``collect``).
+        out: the file; a folder (or a path without suffix) gets ``report.html`` in it.
+
+    Raises:
+        ValueError: a folder that does not exist or holds no run; it is named.
+    """
+    collection = collect(run_dirs)
+    print_comparison(collection, console)
+    path = out if out.suffix else out / "report.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_html(collection, title=title), encoding="utf-8")
+    path.with_suffix(".md").write_text(f"# {title}\n\n{markdown(collection)}", encoding="utf-8")
+    return path
+
+
+def render_html(collection: Collection, *, title: str) -> str:
+    """The whole page; equal collections give equal pages."""
+    rows = comparison_rows(collection)
+    charts = _charts(rows)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    return environment.get_template("template.html.jinja").render(
+        title=title,
+        verdict=verdict(rows),
+        updated=max(stage.finished_at for run in collection.runs for stage in run.results.stages or ())
+        if any(run.results.stages for run in collection.runs)
+        else UNDEFINED,
+        plotly_js=Markup(get_plotlyjs()),
+        headline=comparison_table(rows),
+        condition=", ".join(conditions) if len(conditions := {row.condition for row in rows}) == 1 else "",
+        training=training_table(rows),
+        rates=rates_table(rows),
+        conditional_rates=rates_table(rows, conditional=True),
+        notes=notes(collection, rows),
+        missing=missing(collection),
+        heights={name: figure.layout.height for name, figure in charts.items()},
+        calls=[_call(name, figure) for name, figure in charts.items()],
+        differing=_settings_table(collection, differing=True),
+        common=_settings_table(collection, differing=False),
+        evaluation=_evaluation_table(rows),
+        accounting=_accounting_table(collection),
+        machines=_machines_table(collection),
+        commands=[
+            (label, run.results.run.command)
+            for label, run in zip(run_labels(collection.runs), collection.runs, strict=True)
+        ],
+    )
+
+
+def _charts(rows: Sequence[Row]) -> dict[str, go.Figure]:
+    """Charts by name, without those that have nothing to show."""
+    acceptance = ("val/acceptance_length", "val/acceptance_length_estimate")
+    figures: dict[str, go.Figure | None] = {
+        "acceptance": acceptance_chart(rows) if any(row.acceptance for row in rows) else None,
+        "rates": rates_chart(rows, conditional=False) if any(row.rates for row in rows) else None,
+        "conditional_rates": rates_chart(rows, conditional=True)
+        if any(row.conditional_rates for row in rows)
+        else None,
+        "loss_time": curve_chart(rows, ["train/loss"], over="time_s", axis="train/loss"),
+        "loss_tokens": curve_chart(rows, ["train/loss"], over="tokens", axis="train/loss"),
+        "val_time": curve_chart(rows, acceptance, over="time_s", axis="val/acceptance_length"),
+        "val_tokens": curve_chart(rows, acceptance, over="tokens", axis="val/acceptance_length"),
+        "speed": speed_chart(rows),
+    }
+    return {name: figure for name, figure in figures.items() if figure is not None}
+
+
+def _call(name: str, figure: go.Figure) -> Markup:
+    """The call that draws one chart. They stand at the page's end: drawn earlier, a chart takes the width of a layout
+    that is not finished."""
+    # Not plotly.io.to_html: it takes plotlyServerURL out of the config again, and plotly.js then falls back to its own.
+    drawn = f"{figure.to_json()}, {json.dumps(_PLOTLY_CONFIG)}".replace("</", "<\\/")
+    return Markup(f"((figure, config) => Plotly.newPlot('chart-{name}', figure.data, figure.layout, config))({drawn});")
+
+
+def _settings_table(collection: Collection, *, differing: bool) -> TextTable:
+    """Settings in which the runs differ, a column a run; or the common ones, in one column."""
+    configs = [flatten(run.results.run.config) for run in collection.runs]
+    unlike = differing_settings(collection.runs)
+    if differing:
+        cells = [(key, *(_shown(config.get(key, UNDEFINED)) for config in configs)) for key in unlike]
+        return TextTable(("setting", *run_labels(collection.runs)), tuple(cells))
+    common = [
+        (key, _shown(value))
+        for key, value in configs[0].items()
+        if key not in unlike and key.partition(".")[0] != "run"
+    ]
+    return TextTable(("setting", "value"), tuple(common))
+
+
+def _evaluation_table(rows: Sequence[Row]) -> TextTable:
+    """The setting with which each acceptance length was measured: a number without its setting is no number."""
+    found = [(row, kind, entry) for row in rows for kind in ("decode", "replay") if (entry := getattr(row, kind))]
+    cells = [
+        (
+            f"{row.label}, {kind}",
+            entry.origin,
+            str(entry.num_samples),
+            ", ".join(f"{key} {_shown(value)}" for key, value in entry.setting.items()),
+        )
+        for row, kind, entry in found
+    ]
+    return TextTable(("number", "origin", "prompts", "setting"), tuple(cells))
+
+
+def _accounting_table(collection: Collection) -> TextTable:
+    cells = []
+    for label, run in zip(run_labels(collection.runs), collection.runs, strict=True):
+        for stage in run.results.stages:
+            cells.append(
+                (
+                    f"{label}, {stage.name}",
+                    UNDEFINED if stage.num_in is None else f"{stage.num_in:,}",
+                    UNDEFINED if stage.num_out is None else f"{stage.num_out:,}",
+                    _reasons(stage.dropped) if stage.num_in is not None else UNDEFINED,
+                    _reasons(stage.events),
+                    stage.unit if stage.num_in is not None else UNDEFINED,
+                    f"{stage.time_s:,.1f} s",
+                    stage.error or "done",
+                )
+            )
+    return TextTable(("stage", "in", "out", "dropped", "also", "of", "time", "state"), tuple(cells))
+
+
+def _machines_table(collection: Collection) -> TextTable:
+    cells = [
+        (
+            label,
+            str(run.results.run.machine),
+            ", ".join(f"{package} {version}" for package, version in run.results.run.versions.items()),
+            run.results.run.name,
+            run.results.run.config_hash,
+        )
+        for label, run in zip(run_labels(collection.runs), collection.runs, strict=True)
+    ]
+    return TextTable(("drafter", "machine", "versions", "run", "config"), tuple(cells))
+
+
+def _reasons(counts: Any) -> str:
+    return ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in counts.items() if count) or "none"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,148 @@
+"""The one vocabulary of metrics: name -> unit and definition. ``docs/results.md`` shows it; a test keeps them equal.
+
+Names in ``results.json`` are checked against it (``metric``). A trailing ``_<k>`` stands for a 1-based draft position,
+``<term>`` for a name that the drafter's loss gives to one of its terms.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dspark_lab.records import Metric
+
+ORIGINS: Mapping[str, str] = {
+    "measured": "by running the thing itself: real speculative decoding, training, a store on disk",
+    "replayed": "by walking recorded answers with their stored states, no target forward (`evaluate.mode=replay`)",
+    "estimated": "from teacher-forced agreement, no walk at all",
+    "simulated": "by a model of hardware or load, never by running on it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MetricKind:
+    unit: str
+    definition: str
+
+
+METRICS: Mapping[str, MetricKind] = {
+    # evaluate
+    "acceptance_length": MetricKind(
+        "tokens/step",
+        "1 + accepted draft tokens / verify steps: tokens that one target forward yields, bonus token included. "
+        "The first new token comes from prefill and is no verify step.",
+    ),
+    "acceptance_rate_<k>": MetricKind(
+        "fraction",
+        "Verify steps in which the first k draft tokens were accepted / all verify steps (unconditional). "
+        "Their sum over k, plus 1, is the acceptance length.",
+    ),
+    "conditional_acceptance_rate_<k>": MetricKind(
+        "fraction",
+        "Verify steps in which the first k draft tokens were accepted / verify steps that drafted at least k tokens "
+        "and in which the first k - 1 were accepted.",
+    ),
+    "acceptance_length_estimate": MetricKind(
+        "tokens/step",
+        "Mean over anchors of 1 + sum of prefix products of arg-max agreement, teacher-forced, cut at the document's "
+        "end.",
+    ),
+    "num_prompts": MetricKind("prompts", "Prompts that were evaluated; the intervals resample these."),
+    "num_verify_steps": MetricKind("steps", "Target forwards over draft tokens, summed over the prompts."),
+    "num_new_tokens": MetricKind("tokens", "Tokens written, summed over the prompts, the first one of each included."),
+    "num_drafted_tokens": MetricKind("tokens", "Draft tokens offered to verification, summed over the verify steps."),
+    "greedy_mismatch_rate": MetricKind(
+        "fraction", "Prompts whose speculative greedy answer differs from plain greedy decoding / prompts (0 in fp32)."
+    ),
+    "loop_tokens_per_s": MetricKind(
+        "tokens/s",
+        "New tokens / seconds of speculative decoding in this package's own loop (batch 1), prefill included.",
+    ),
+    "loop_plain_tokens_per_s": MetricKind(
+        "tokens/s",
+        "The same for plain decoding of the same target, prompts and dtype, run alternately with the speculative loop.",
+    ),
+    "loop_speedup": MetricKind(
+        "ratio", "loop_tokens_per_s / loop_plain_tokens_per_s of the same run. Says nothing about a serving engine."
+    ),
+    # train
+    "num_parameters": MetricKind(
+        "parameters", "Trained parameters of the drafter (the target's matrices are not its)."
+    ),
+    "num_train_steps": MetricKind("steps", "Optimizer steps done."),
+    "num_train_tokens": MetricKind("tokens", "Tokens of documents in the batches trained on, repeats counted."),
+    "train_time_s": MetricKind("s", "Wall clock of training, validation included, summed over resumed parts."),
+    "best_val_acceptance_length": MetricKind(
+        "tokens/step", "Highest val/acceptance_length of the run: the one by which `best` was chosen."
+    ),
+    # regenerate, capture
+    "num_conversations": MetricKind("conversations", "Conversations that the stage passed on."),
+    "num_supervised_tokens": MetricKind("tokens", "Tokens with loss mask 1 in the captured conversations."),
+    "regenerate_tokens_per_s": MetricKind("tokens/s", "Answer tokens drawn by the target / seconds."),
+    "capture_tokens_per_s": MetricKind("tokens/s", "Tokens whose states were captured / seconds."),
+    "stored_bytes": MetricKind("bytes", "Size of the captured states in the store."),
+    "draft_vocabulary_coverage": MetricKind(
+        "fraction", "Supervised tokens that lie in the draft vocabulary / supervised tokens."
+    ),
+    # curves: one line of metrics.jsonl each
+    "train/loss": MetricKind(
+        "loss", "The drafter's own objective. Objectives differ: never compare it across drafters."
+    ),
+    "train/<term>": MetricKind("term", "One term of the drafter's loss, as the drafter names it."),
+    "val/loss": MetricKind("loss", "The objective on held-out conversations."),
+    "val/<term>": MetricKind("term", "One term of the loss on held-out conversations."),
+    "val/acceptance_length": MetricKind(
+        "tokens/step", "acceptance_length by replay of a small, fixed number of held-out conversations."
+    ),
+    "val/acceptance_length_estimate": MetricKind(
+        "tokens/step", "acceptance_length_estimate on the held-out conversations."
+    ),
+    "lr": MetricKind("1/step", "Learning rate of the first parameter group."),
+    "step": MetricKind("steps", "Optimizer steps done when the line was written."),
+    "tokens": MetricKind("tokens", "Tokens trained on so far."),
+    "time_s": MetricKind("s", "Wall clock of training so far, earlier parts of a resumed run included."),
+}
+
+
+def metric_kind(name: str) -> MetricKind:
+    """Unit and definition of ``name`` (``acceptance_rate_3`` is found under ``acceptance_rate_<k>``).
+
+    Raises:
+        ValueError: the vocabulary has no such metric.
+    """
+    for key in (name, re.sub(r"_[1-9]\d*$", "_<k>", name), re.sub(r"^(train|val)/.+$", r"\1/<term>", name)):
+        if key in METRICS:
+            return METRICS[key]
+    near = difflib.get_close_matches(name, METRICS, n=3)
+    hint = f"did you mean {', '.join(near)}?" if near else "see docs/results.md"
+    raise ValueError(f"metric name {name!r} is not in the vocabulary (report/vocabulary.py): {hint}")
+
+
+def metric(
+    name: str,
+    value: float | None,
+    *,
+    origin: str,
+    setting: Mapping[str, Any] | None = None,
+    num_samples: int | None = None,
+    low: float | None = None,
+    high: float | None = None,
+) -> Metric:
+    """A ``Metric`` whose unit comes from the vocabulary.
+
+    Raises:
+        ValueError: unknown name or origin, or a value that is NaN or infinite.
+    """
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"metric {name!r} is {value}: use None where it is not defined")
+    if origin not in ORIGINS:
+        raise ValueError(f"origin of metric {name!r} is {origin!r}: use one of {', '.join(ORIGINS)}")
+    return Metric(name, value, metric_kind(name).unit, origin, dict(setting or {}), num_samples, low, high)
+
+
+def vocabulary_markdown() -> str:
+    """The table of ``docs/results.md``."""
+    rows = [f"| `{name}` | {kind.unit} | {kind.definition} |" for name, kind in METRICS.items()]
+    return "\n".join(["| name | unit | definition |", "|---|---|---|", *rows])

@@ -1,0 +1,31 @@
+"""Weights & Biases, switched on by ``logger=wandb``."""
+
+import os
+from pathlib import Path
+
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+
+from dspark_lab.validation import checked
+
+
+@checked
+def csv_logger(*, run_dir: Path, run_name: str) -> Logger:
+    """``metrics.csv`` beside the run's own ``metrics.jsonl``."""
+    return CSVLogger(save_dir=run_dir, name="", version="")
+
+
+@checked
+def wandb_logger(*, run_dir: Path, run_name: str, project: str, entity: str | None, group: str | None) -> Logger:
+    """One W&B run of the same name, offline where no key is set (``wandb sync`` sends it later).
+
+    Raises:
+        ValueError: the extra is not installed.
+    """
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # even an offline run would look up a server
+    offline = not os.environ.get("WANDB_API_KEY") and os.environ.get("WANDB_MODE") != "online"
+    try:
+        return WandbLogger(
+            name=run_name, id=run_name, project=project, entity=entity, group=group, save_dir=run_dir, offline=offline
+        )
+    except ModuleNotFoundError as error:
+        raise ValueError('logger=wandb needs W&B: pip install "dspark_lab[wandb]"') from error

@@ -1,0 +1,88 @@
+"""Every option of every group composes; what contradicts or misspells is refused by name."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+from omegaconf import DictConfig, OmegaConf
+
+from dspark_lab.__main__ import config_folder
+from dspark_lab.pipeline import build, requested_stages
+
+GROUPS = sorted(path for path in config_folder().iterdir() if path.is_dir())
+OPTIONS = [(group.name, file.stem) for group in GROUPS for file in sorted(group.glob("*.yaml"))]
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_composes_and_resolves(group: str, option: str) -> None:
+    prefix = "+" if group == "experiment" else ""
+    missing = ["target.model=x"] if option == "hf" else []
+    missing += ["data.train.path=a", "data.validation.path=b"] if option == "jsonl" else []
+    config = composed(f"{prefix}{group}={option}", *missing)
+    assert OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
+
+
+BUILDABLE = ["data", "benchmark", "evaluate", "optimizer", "lr_schedule", "engine"]
+
+
+@pytest.mark.parametrize("experiment", [file.stem for file in sorted((config_folder() / "experiment").glob("*.yaml"))])
+def test_every_experiment_builds_what_needs_no_target(experiment: str) -> None:
+    config = composed(f"+experiment={experiment}")
+    for key in BUILDABLE:
+        assert build(config, key) is not None, key
+
+
+@pytest.mark.parametrize("override", ["drafter.blok_size=4", "trainer.max_step=3", "data.row_token=9", "evalute.seed=1"])
+def test_a_misspelt_key_is_named(override: str) -> None:
+    with pytest.raises(ConfigCompositionException) as caught:
+        composed(override)
+    assert override.partition("=")[0].rpartition(".")[2] in f"{caught.value} {caught.value.__cause__}"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("data.row_tokens=many", "data.row_tokens"),
+        ("data.samplings=[{temprature: 1.0}]", "temprature"),
+        ("optimizer.lr=fast", "optimizer.lr"),
+        ("optimizer.lr=-1", "lr=-1"),
+        ("evaluate.mode=guess", "evaluate.mode"),
+        ("evaluate.top_p=2", "top_p=2"),
+        ("lr_schedule.warmup_share=1.5", "warmup_share=1.5"),
+        ("benchmark.prompts.num_prompts=some", "num_prompts"),
+        ("engine.layer_ids=top", "engine.layer_ids"),
+        ("data.regenerate=false", "packaged_answers"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key(override: str, key: str) -> None:
+    config = composed(override)
+    with pytest.raises(ValueError, match=key.replace(".", r"\.")):
+        build(config, override.partition(".")[0])
+
+
+def test_stages_keep_the_order_of_the_way_through() -> None:
+    assert requested_stages("evaluate") == ["evaluate"]
+    assert requested_stages(["report", "train"]) == ["train", "report"]
+    for wrong in ("serv", ["train", "trian"], []):
+        with pytest.raises(ValueError, match="regenerate, capture, train, evaluate, report"):
+            requested_stages(wrong)
+
+
+def test_help_lists_groups_experiments_and_stages() -> None:
+    out = subprocess.run([sys.executable, "-m", "dspark_lab", "--help"], capture_output=True, text=True, check=True).stdout
+    for group, option in OPTIONS:
+        line = next(line for line in out.splitlines() if line.startswith(f"{group}: "))
+        assert option in line
+    assert "regenerate -> capture -> train -> evaluate -> report" in out
+
+
+def test_the_config_folder_is_the_repositorys_own() -> None:
+    assert config_folder() == Path(__file__).parent.parent / "conf"
