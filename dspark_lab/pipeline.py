@@ -6,9 +6,9 @@ lies on disk; it can be run alone, goes on where a killed one stopped, and adds 
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import cached_property
 from importlib.resources import files
@@ -22,7 +22,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
-from rich.table import Table
 
 from dspark_lab.data.answers import AnswerBook
 from dspark_lab.data.corpus import Corpus
@@ -74,7 +73,8 @@ def run(config: DictConfig) -> float | None:
             command="python -m dspark_lab " + " ".join(HydraConfig.get().overrides.task),
             seed=config.seed,
         )
-        return Pipeline(config, opened, info).run(stages)
+        with closing(Pipeline(config, opened, info)) as pipeline:
+            return pipeline.run(stages)
 
 
 def requested_stages(stages: Any) -> list[str]:
@@ -96,9 +96,16 @@ class Pipeline:
         self.benchmark: Benchmark = build(config, "benchmark")
         self.evaluation: Evaluation = build(config, "evaluate")
 
+    def close(self) -> None:
+        """Publish what the store still buffers."""
+        if "store" in self.__dict__:
+            self.store.close()
+
     # --- the stages -------------------------------------------------------------------------------------------------
 
     def run(self, stages: Sequence[str]) -> float | None:
+        if self.config.about:
+            console.print(self.config.about)
         console.print(f"[bold]{self.run_.name}[/bold]: {' -> '.join(stages)} in {self.run_.directory}")
         OmegaConf.save(self.config, self.run_.directory / "config.yaml", resolve=True)
         acceptance = None

@@ -7,8 +7,9 @@ and token, so that a drafter can check that it was given the states of the right
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,6 +20,15 @@ from dspark_lab.records import Proposal, Sampling, TargetSample, TargetSpec, Tok
 from dspark_lab.target.protocol import TargetHead, VerifyOutput
 
 EOS = 0
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of decodings of five tokens: a second thread would only spin (8 times the CPU time). Import to use."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def random_table(vocab_size: int, *, seed: int = 0, eos_bias: float = 0.0) -> Tensor:

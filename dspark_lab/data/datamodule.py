@@ -1,6 +1,7 @@
 """The one DataModule of all drafters: captured samples -> packed rows -> ``Batch``, resumable to the row."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, Any
 
 import lightning as L
@@ -65,26 +66,24 @@ class HiddenStateDataModule(L.LightningDataModule):
         _check_captured(store, self.train_lengths, self.validation_lengths)
 
     def train_dataloader(self) -> "ResumableLoader":
-        loader = ResumableLoader(**self._loading(sampler := self._sampler(self.train_lengths, fixed_epoch=None)))
-        loader.rows = sampler
-        return loader
+        return ResumableLoader(**self._loading(self._sampler(self.train_lengths, pinned=False)))
 
     def val_dataloader(self) -> "list[DataLoader[RowSamples]]":
         if not self.validation_lengths:
             return []
-        return [DataLoader(**self._loading(self._sampler(self.validation_lengths, fixed_epoch=0)))]
+        return [DataLoader(**self._loading(self._sampler(self.validation_lengths, pinned=True)))]
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
         # Only from pinned memory does a copy run beside the computation.
         return batch.to(device, non_blocking=device.type == "cuda")
 
-    def _sampler(self, lengths: Lengths, *, fixed_epoch: int | None) -> "RowSampler":
+    def _sampler(self, lengths: Lengths, *, pinned: bool) -> "RowSampler":
         return RowSampler(
             lengths,
             row_tokens=self.row_tokens,
             rows_per_batch=self.rows_per_batch,
             seed=self.seed,
-            fixed_epoch=fixed_epoch,
+            pinned=pinned,
             rank=self.trainer.global_rank if self.trainer else 0,
             world_size=self.trainer.world_size if self.trainer else 1,
         )
@@ -113,7 +112,7 @@ class RowSampler(Sampler[list[tuple[Row, int]]]):
         row_tokens: int,
         rows_per_batch: int,
         seed: int,
-        fixed_epoch: int | None = None,
+        pinned: bool = False,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -123,9 +122,9 @@ class RowSampler(Sampler[list[tuple[Row, int]]]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
-        self.fixed_epoch = fixed_epoch
-        self.epoch = fixed_epoch or 0
-        self.start = 0  # batches that the next iteration leaves out
+        self.pinned = pinned
+        self.epoch = 0
+        self.start = 0  # batches of the epoch that iterations leave out
         self._planned: tuple[int, list[list[Row]]] | None = None
 
     @property
@@ -134,10 +133,11 @@ class RowSampler(Sampler[list[tuple[Row, int]]]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        if self.fixed_epoch is None and epoch != self.epoch:
+        """Where to begin; without effect once ``pinned``."""
+        if not self.pinned:
             self.epoch = epoch
-            self.start = 0
 
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """What decides which rows there are and in which batch each comes."""
         return {
@@ -152,9 +152,8 @@ class RowSampler(Sampler[list[tuple[Row, int]]]):
         return len(self._batches())
 
     def __iter__(self) -> Iterator[list[tuple[Row, int]]]:
-        epoch, start = self.epoch, self.start
-        self.start = 0
-        for batch in self._batches()[start:]:
+        epoch = self.epoch
+        for batch in self._batches()[self.start :]:
             yield [(row, epoch) for row in batch]
 
     def _batches(self) -> list[list[Row]]:
@@ -190,30 +189,39 @@ class Collation:
 class ResumableLoader(DataLoader[RowSamples]):
     """A DataLoader that Lightning saves and restores with its loops.
 
-    It counts the batches handed out, not those that workers prefetched. ``__iter__`` is a generator on purpose:
-    Lightning asks for an iterator before it sets the epoch, and a generator looks at the epoch when its first batch is
-    drawn.
+    It counts the batches handed out, not those that workers prefetched, and the epochs it has begun: each iteration is
+    the next epoch, the first one after ``load_state_dict`` the rest of the recorded one. Lightning's count only says
+    where to begin without a recorded place: resuming by steps from the end of an epoch, 2.6 counts an epoch too many.
+
+    ``__iter__`` is a generator because Lightning asks for iterators that it never draws from, and for the first one
+    before it restores the epoch: only the first draw begins an epoch.
     """
 
-    rows: RowSampler  # the batch sampler, by a name that DataLoader does not type
-    position = (0, 0)  # epoch, batches handed out in it
+    begun = False  # whether the sampler's epoch has been drawn from
+    num_handed_out = 0  # batches of that epoch
+
+    @property
+    def rows(self) -> RowSampler:
+        assert isinstance(self.batch_sampler, RowSampler)
+        return self.batch_sampler
 
     def __iter__(self) -> Iterator[Any]:
-        self.position = (self.rows.epoch, self.rows.start)
+        if self.begun:
+            self.rows.epoch, self.rows.start = self.rows.epoch + 1, 0
+        self.begun = self.rows.pinned = True
+        self.num_handed_out = self.rows.start
         for batch in super().__iter__():
-            epoch, num_batches = self.position
-            self.position = (epoch, num_batches + 1)
+            self.num_handed_out += 1
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        epoch, num_batches = self.position
-        return {"epoch": epoch, "num_batches": num_batches, "plan": self.rows.identity()}
+        return {"epoch": self.rows.epoch, "num_batches": self.num_handed_out, "plan": self.rows.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError when the checkpoint's rows are not these rows."""
         differences = [
             f"{name}: checkpoint {state['plan'].get(name)!r}, this run {value!r}"
-            for name, value in self.rows.identity().items()
+            for name, value in self.rows.identity.items()
             if state["plan"].get(name) != value
         ]
         if differences:
@@ -221,9 +229,11 @@ class ResumableLoader(DataLoader[RowSamples]):
                 "the checkpoint was trained on other rows, so its place in the epoch means nothing here "
                 f"({'; '.join(differences)}); give it the same settings and data, or start a fresh run"
             )
-        self.position = (state["epoch"], state["num_batches"])
-        self.rows.set_epoch(state["epoch"])
-        self.rows.start = state["num_batches"]
+        epoch, num_batches = state["epoch"], state["num_batches"]
+        if num_batches == len(self.rows):
+            epoch, num_batches = epoch + 1, 0
+        self.rows.epoch, self.rows.start = epoch, num_batches
+        self.rows.pinned, self.begun, self.num_handed_out = True, False, num_batches
 
 
 def _check_supervised(split: str, num_given: int, counts: PackingCounts) -> None:

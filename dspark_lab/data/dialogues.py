@@ -12,18 +12,20 @@ from dataclasses import dataclass
 from dspark_lab.records import Conversation, Message
 from dspark_lab.validation import checked
 
+# ruff: noqa: SIM905 (word lists read better as text)
 _GIRLS = "Ada Amy Anna Clara Daisy Ella Emma Eva Fiona Grace Hanna Ida Iris Jane Julia Kate Lena Lily Mia Nora".split()
 _BOYS = "Adam Alan Ben Carl Daniel David Eric Felix Frank Henry Hugo Jack Jonas Leo Max Noah Oscar Paul Sam Tom".split()
 _NAMES = _GIRLS + _BOYS
 _THINGS = (
-    "apples balls beads books boxes buttons cards candles coins cookies crayons cups eggs flowers keys lemons letters "
-    "marbles muffins nuts oranges pears pencils pens photos plates plums rings rocks shells stamps stickers tickets toys"
+    "apples balls beads books boxes buttons cards candles coins cookies crayons cups eggs flowers keys lemons "
+    "letters marbles muffins nuts oranges pears pencils pens photos plates plums rings rocks shells stamps stickers "
+    "tickets toys"
 ).split()
 _WORDS = (
-    "apple beach bird boat book bread bridge cake chair cloud coat desk door drum farm fire fish flag forest garden gate "
-    "glass green hat hill horse house island key lake lamp leaf map milk moon mouse night ocean paint paper park piano "
-    "plant queen rain river road rose salt sand ship shoe silver sky snow song spoon stone storm sugar sun table tea "
-    "tiger tower train tree water wheel wind window winter wolf wood yellow"
+    "apple beach bird boat book bread bridge cake chair cloud coat desk door drum farm fire fish flag forest garden "
+    "gate glass green hat hill horse house island key lake lamp leaf map milk moon mouse night ocean paint paper park "
+    "piano plant queen rain river road rose salt sand ship shoe silver sky snow song spoon stone storm sugar sun table "
+    "tea tiger tower train tree water wheel wind window winter wolf wood yellow"
 ).split()
 _CATEGORIES = {
     "fruits": "apple pear plum lemon orange cherry banana grape peach melon".split(),
@@ -98,7 +100,8 @@ def _packing(rng: random.Random) -> list[Turn]:
     (name, pronoun), thing, container = _person(rng), rng.choice(_THINGS), rng.choice(("bag", "basket", "jar", "crate"))
     each, count, rest = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
     product = each * count
-    user = f"Each {container} holds {each} {thing}. {name} fills {count} {container}s and {pronoun} has {rest} {thing} left."
+    user = f"Each {container} holds {each} {thing}. {name} fills {count} {container}s"
+    user += f" and {pronoun} has {rest} {thing} left."
     question = rng.choice((f"How many {thing} are there?", f"How many {thing} does {name} have?"))
     answer = f"One {container} holds {each} {thing}, so {count} {container}s hold {count} * {each} = {product} {thing}."
     answer += f" With the {rest} left over, {product} + {rest} = {product + rest}. The answer is {product + rest}."

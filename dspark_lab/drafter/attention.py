@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 128
-"""Queries that share one mask on CPU: no mask is larger than [CHUNK, context of the chunk + own keys]."""
+"""Queries that share one mask on CPU: none is larger than [CHUNK x heads per key head, context of the chunk + own keys]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ def attend(
 
     Shapes: query [Q, Hq, D]; context keys and values [N, Hkv, D]; each of ``own`` [Q, Hkv, D]. Returns [Q, Hq, D].
     """
+    if query.shape[0] == 0:
+        return torch.empty_like(query)
     if query.is_cuda:
         return _attend_flex(query, context, own, visibility)
     step = max(CHUNK // visibility.group_size, 1) * visibility.group_size
@@ -50,7 +52,7 @@ def attend(
         _attend_chunk(query, context, own, visibility, slice(start, start + step))
         for start in range(0, query.shape[0], step)
     ]
-    return torch.cat(chunks) if chunks else torch.empty_like(query)
+    return torch.cat(chunks)
 
 
 def _attend_chunk(
@@ -65,7 +67,7 @@ def _attend_chunk(
     key = torch.cat([context[0][first:last], *(k[rows] for k, _ in own)])
     value = torch.cat([context[1][first:last], *(v[rows] for _, v in own)])
     mask = Visibility(part.lower - first, part.upper - first, part.group_size).dense(last - first, len(own))
-    # Query heads that share a key head become more queries of that head: no repeated keys, no copy of the mask per head.
+    # Query heads that share a key head become more queries of that head: keys and values are not repeated.
     num_queries, num_heads, head_dim = query[rows].shape
     shared = num_heads // key.shape[1]
     folded = query[rows].view(num_queries, key.shape[1], shared, head_dim).permute(1, 2, 0, 3).flatten(1, 2)

@@ -83,7 +83,7 @@ class BlockDrafter(Drafter):
         rope = self.rotary(position_ids.flatten())
         for layer, keys_values in zip(self.layers, context, strict=True):
             states = layer(states, rope, keys_values, visibility)
-        hidden = self.norm(states).view(*token_ids.shape, -1)
+        hidden = self.norm(states).unflatten(0, token_ids.shape)
         return hidden if self.sample_from_anchor else hidden[:, 1:]
 
     def draft_block(self, context: DraftContext) -> Tensor:

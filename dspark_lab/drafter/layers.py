@@ -1,6 +1,6 @@
 """Decoder layers of drafters, with the parameter names of Qwen3/Llama layers and of the speculators format."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,14 @@ class Rotary(nn.Module):
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__()
         self.table = Qwen3RotaryEmbedding(config)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        # A cast of the drafter must not round the frequencies: in bf16, position 2000 would be off by radians.
+        exact = dict(self.table.named_buffers())
+        super()._apply(fn, recurse)
+        for name, frequencies in exact.items():
+            setattr(self.table, name, frequencies.to(getattr(self.table, name).device))
+        return self
 
     def forward(self, position_ids: Tensor) -> Rope:
         """[N] positions -> cos and sin, each fp32 [N, 1, D]."""

@@ -135,6 +135,13 @@ def notes(collection: Collection, rows: Sequence[Row]) -> list[str]:
     }
     if len(elsewhere) > 1:
         said.append(f"Speeds were measured on different machines: {'; '.join(sorted(elsewhere))}.")
+    mismatches = {row.label: row.run.metric("greedy_mismatch_rate") for row in rows}
+    said += [
+        f"Greedy text differs from plain decoding in {100 * entry.value:.1f} % of the prompts ({label}); "
+        "in fp32 it must be 0."
+        for label, entry in mismatches.items()
+        if entry is not None and entry.value
+    ]
     if any(row.speedup or row.tokens_per_s for row in rows):
         said.append(
             "Speed (loop) is that of this package's own decoding loop at batch 1, against plain decoding of the same "
@@ -170,20 +177,22 @@ def _rows_of(run: RunResult, label: str) -> list[Row]:
 
 
 def _row(run: RunResult, label: str, setting: Mapping[str, Any]) -> Row:
-    here = {
-        (entry.name, entry.origin): entry
-        for entry in run.results.metrics
-        if _row_setting(entry) == setting and entry.value is not None
-    }
-    decode = here.get(("acceptance_length", "measured"))
-    replay = here.get(("acceptance_length", "replayed"))
-    origin = "measured" if decode else "replayed"
+    here = [entry for entry in run.results.metrics if _row_setting(entry) == setting]
+
+    def newest(name: str, origin: str = "measured") -> Metric | None:
+        found = [entry for entry in here if (entry.name, entry.origin) == (name, origin) and entry.value is not None]
+        return found[-1] if found else None
+
+    decode, replay = newest("acceptance_length"), newest("acceptance_length", "replayed")
 
     def positions(name: str) -> tuple[Metric, ...]:
-        found = []
-        while entry := here.get((f"{name}_{len(found) + 1}", origin)):
-            found.append(entry)
-        return tuple(found)
+        """The rates that belong to the acceptance length shown, in every setting, the checkpoint included."""
+        length = decode or replay
+        if length is None:
+            return ()
+        same = [entry for entry in here if (entry.origin, entry.setting) == (length.origin, length.setting)]
+        rates = {entry.name: entry for entry in same if entry.name.startswith(f"{name}_")}
+        return tuple(rates[f"{name}_{k + 1}"] for k in range(len(rates)))
 
     return Row(
         label=label,
@@ -193,9 +202,9 @@ def _row(run: RunResult, label: str, setting: Mapping[str, Any]) -> Row:
         replay=replay,
         rates=positions("acceptance_rate"),
         conditional_rates=positions("conditional_acceptance_rate"),
-        tokens_per_s=here.get(("loop_tokens_per_s", "measured")),
-        plain_tokens_per_s=here.get(("loop_plain_tokens_per_s", "measured")),
-        speedup=here.get(("loop_speedup", "measured")),
+        tokens_per_s=newest("loop_tokens_per_s"),
+        plain_tokens_per_s=newest("loop_plain_tokens_per_s"),
+        speedup=newest("loop_speedup"),
     )
 
 

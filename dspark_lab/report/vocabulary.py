@@ -91,6 +91,8 @@ METRICS: Mapping[str, MetricKind] = {
         "loss", "The drafter's own objective. Objectives differ: never compare it across drafters."
     ),
     "train/<term>": MetricKind("term", "One term of the drafter's loss, as the drafter names it."),
+    "train/tokens_per_s": MetricKind("tokens/s", "Tokens of documents trained on / seconds, since the line before."),
+    "train/data_wait_share": MetricKind("fraction", "Share of the time since the line before that waited for a batch."),
     "val/loss": MetricKind("loss", "The objective on held-out conversations."),
     "val/<term>": MetricKind("term", "One term of the loss on held-out conversations."),
     "val/acceptance_length": MetricKind(
@@ -101,6 +103,7 @@ METRICS: Mapping[str, MetricKind] = {
     ),
     "lr": MetricKind("1/step", "Learning rate of the first parameter group."),
     "step": MetricKind("steps", "Optimizer steps done when the line was written."),
+    "epoch": MetricKind("epochs", "Number of the epoch, from 0."),
     "tokens": MetricKind("tokens", "Tokens trained on so far."),
     "time_s": MetricKind("s", "Wall clock of training so far, earlier parts of a resumed run included."),
 }

@@ -99,7 +99,7 @@ def read_head(folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype) -> 
     anatomy = dissect(model)
     text: Any = config.get_text_config(decoder=True)
     _refuse_other_heads(anatomy, text)
-    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     embedding = _read(folder, names[id(anatomy.embedding.weight)], dtype)
     norm = _read(folder, names[id(anatomy.norm.weight)], dtype)
     tied = bool(getattr(config, "tie_word_embeddings", False))

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from transformers import (
 
 from dspark_lab.records import Conversation, Sampling, TargetSample, TargetSpec, TokenizedConversation
 from dspark_lab.target.anatomy import borrow_head, dissect, read_head, recording
+from dspark_lab.target.chat import tokenize_prompt
 from dspark_lab.target.generation import generate_answers
 from dspark_lab.target.precision import Dtype, resolve_device, resolve_dtype
 from dspark_lab.target.protocol import TargetHead
@@ -45,6 +45,7 @@ class HuggingFaceTarget:
         batch_tokens: most tokens, padding included, of one capture forward.
         batch_size: prompts answered together.
         seed: of sampled answers; another seed gives other answers to the same prompts.
+        enable_thinking: passed to the chat template; None leaves it to the template.
         home: cache root.
     """
 
@@ -67,10 +68,11 @@ class HuggingFaceTarget:
         batch_tokens: int = 4096,
         batch_size: int = 32,
         seed: int = 0,
+        enable_thinking: bool | None = None,
     ) -> None:
         self.name = name
         self.model_name = model
-        self.home = home
+        self.home = home.expanduser()
         self.revision = revision
         self.source: Source = source
         self.package = package
@@ -83,6 +85,7 @@ class HuggingFaceTarget:
         self.batch_tokens = batch_tokens
         self.batch_size = batch_size
         self.seed = seed
+        self.enable_thinking = enable_thinking
 
     @cached_property
     def resolved(self) -> Resolved:
@@ -115,6 +118,7 @@ class HuggingFaceTarget:
             model=self.model_name,
             layer_ids=self.layer_ids,
             mask_token_id=self.mask_token_id,
+            enable_thinking=self.enable_thinking,
             generation_config=GenerationConfig.from_pretrained(self.resolved.folder) if has_file else None,
         )
 
@@ -129,11 +133,15 @@ class HuggingFaceTarget:
         return model.to(self.device).eval().requires_grad_(False)
 
     def head(self) -> TargetHead:
-        """Frozen matrices on the CPU in the target's dtype, read from the files alone where they hold them by name."""
-        if "model" in self.__dict__:
-            return borrow_head(self.model)
-        head = read_head(self.resolved.folder, self.config, dtype=self.dtype)
-        return borrow_head(self.model) if head is None else head
+        """Frozen matrices on the target's device in its dtype; shared with the network once that is loaded.
+
+        Before, they are read from the files alone, where these hold them by name.
+        """
+        if "model" not in self.__dict__:
+            head = read_head(self.resolved.folder, self.config, dtype=self.dtype)
+            if head is not None:
+                return head.to(self.device)
+        return borrow_head(self.model)
 
     def verifier(self) -> HuggingFaceVerifier:
         """A fresh cache for one sequence.
@@ -146,7 +154,10 @@ class HuggingFaceTarget:
 
     def regenerate(self, prompts: Sequence[Conversation], *, sampling: Sampling) -> Iterator[Conversation]:
         """Answers in the target's own words, batch by batch. A sampled answer depends on seed and prompt id only."""
-        with_ids = [(prompt, self._prompt_token_ids(prompt)) for prompt in prompts]
+        with_ids = [
+            (prompt, tokenize_prompt(prompt.messages, self.tokenizer, enable_thinking=self.enable_thinking))
+            for prompt in prompts
+        ]
         for prompt, ids in with_ids:
             self._refuse_too_long(prompt.id, len(ids) + sampling.max_new_tokens)
         return generate_answers(
@@ -176,13 +187,6 @@ class HuggingFaceTarget:
             states, last = recorded.take(self.spec.layer_ids)
             for row, conversation in enumerate(batch):
                 yield conversation.key, _sample(conversation, states[row], last[row])
-
-    def _prompt_token_ids(self, prompt: Conversation) -> list[int]:
-        if self.tokenizer.chat_template is None:
-            raise ValueError(f"target.model={self.model_name!r} has no chat template, but prompt {prompt.id!r} has messages")
-        messages: Any = [dict(message) for message in prompt.messages]
-        encoded: Any = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        return list(encoded["input_ids"])
 
     def _refuse_too_long(self, conversation_id: str, num_tokens: int) -> None:
         limit = self.spec.max_position_embeddings

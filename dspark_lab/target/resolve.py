@@ -8,6 +8,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,8 @@ def _is_complete(folder: Path) -> bool:
 
 def _from_package(package: str, expected_sha256: str | None, home: Path) -> Resolved:
     """The converted folder of a package's GGUF file; made once, whoever comes first."""
+    if expected_sha256 is not None and not re.fullmatch("[0-9a-f]{64}", expected_sha256):
+        raise ValueError(f"target.package_sha256={expected_sha256!r} must be 64 hexadecimal digits")
     targets = home / "targets"
     name = package.partition("==")[0]
     if expected_sha256 is not None and (folder := _converted_folder(targets, name, expected_sha256)).is_dir():
@@ -185,7 +188,9 @@ def _folder_fingerprint(folder: Path, home: Path) -> str:
     """Hash of config and weights, remembered by size and time of the files so that later runs need not read them."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files or not (folder / "config.json").is_file():
-        raise ValueError(f"target.model={str(folder)!r} is a folder without config.json or without *.safetensors weights")
+        raise ValueError(
+            f"target.model={str(folder)!r} is a folder without config.json or without *.safetensors weights"
+        )
     files.append(folder / "config.json")
     state = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     memo = home / "targets" / "fingerprints" / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:24]}.json"

@@ -5,10 +5,9 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from dspark_lab.records import TargetSpec, content_hash
+from dspark_lab.records import TargetSpec
+from dspark_lab.target.chat import template_hash
 from dspark_lab.target.resolve import Resolved
-
-PROBE = "Hello  world, 12345.67 + 890 = ?\n\tdéjà vu — 数学 🙂 def f(x): return x**2\r\n  'quoted'"
 
 
 def build_spec(
@@ -20,6 +19,7 @@ def build_spec(
     model: str,
     layer_ids: Sequence[int] | None,
     mask_token_id: int | None,
+    enable_thinking: bool | None = None,
     generation_config: GenerationConfig | None = None,
 ) -> TargetSpec:
     """Describe a decoder-only model of the Llama family (RMS norms, rotary positions).
@@ -35,7 +35,7 @@ def build_spec(
         model=model,
         revision=resolved.revision,
         fingerprint=resolved.fingerprint,
-        template_hash=template_hash(tokenizer),
+        template_hash=template_hash(tokenizer, enable_thinking=enable_thinking),
         architecture=(config.architectures or [type(config).__name__])[0],
         hidden_size=text.hidden_size,
         intermediate_size=text.intermediate_size,
@@ -75,7 +75,9 @@ def resolve_layer_ids(layer_ids: Sequence[int] | None, *, num_layers: int) -> tu
             f"the state after the last layer is stored without being asked for"
         )
     if list(ids) != sorted(set(ids)):
-        raise ValueError(f"target.layer_ids={list(ids)} must be strictly increasing, without repeats: {sorted(set(ids))}")
+        raise ValueError(
+            f"target.layer_ids={list(ids)} must be strictly increasing, without repeats: {sorted(set(ids))}"
+        )
     return ids
 
 
@@ -109,15 +111,6 @@ def resolve_mask_token_id(
                 f"{source}={mask_token_id} is the target's {role} token: name a token that conversations never contain"
             )
     return mask_token_id
-
-
-def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Identifies tokenizer and chat template by what they do (vocabulary, template text, ids of a probe).
-
-    Not by the files: their layout differs between versions of the tokenizers library.
-    """
-    probe = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-    return content_hash([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, probe])
 
 
 def _eos_token_ids(

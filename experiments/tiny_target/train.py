@@ -116,7 +116,7 @@ def template_ids(tokenizer: PreTrainedTokenizerFast, messages: tuple, *, prompt:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> Example:
-    """The mask covers every assistant turn up to its end-of-turn token, not the newline that the template puts after."""
+    """The mask covers every assistant turn through its end-of-turn token, without the newline after it."""
     messages = conversation.messages
     token_ids = template_ids(tokenizer, messages, prompt=False)
     mask = torch.zeros(len(token_ids), dtype=torch.bool)
@@ -191,7 +191,7 @@ def answer(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts:
 
 
 def evaluate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, num_prompts: int) -> dict:
-    """Greedy answers to held-out prompts; a closed task's answer is exact when it is the generator's, token for token."""
+    """Greedy answers to held-out prompts; an answer is exact when it is the generator's, token for token."""
     conversations = [dialogue(seed=HELD_OUT_SEED, index=index) for index in range(num_prompts)]
     examples = [encode(tokenizer, c) for c in conversations]
     prompts = [template_ids(tokenizer, c.messages[:-1], prompt=True) for c in conversations]

@@ -148,13 +148,11 @@ def test_batches_hold_what_was_captured(store, samples):
 def test_order_does_not_depend_on_the_workers(store, samples, num_workers):
     def order(workers: int) -> list[tuple]:
         loader = module(store, samples, num_workers=workers).train_dataloader()
-        batches = []
-        for epoch in (0, 1, 1):  # what Lightning does, and the same epoch once more
-            loader.batch_sampler.sampler.set_epoch(epoch)
-            batches += [identity(batch) for batch in loader]
-        return batches
+        next(iter(loader))  # an iteration that is given up
+        return [identity(batch) for _ in range(2) for batch in loader]
 
     assert order(num_workers) == order(0)
+    assert {epoch for epoch, _, _ in order(num_workers)} == {1, 2}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -167,7 +165,8 @@ def test_a_run_killed_at_any_step_goes_on_with_exactly_the_next_row(store, sampl
     trainer(tmp_path, **bound, enable_checkpointing=False).fit(uninterrupted, module(**data))
     assert len(uninterrupted.seen) == 3 * steps and steps > 3
     # In the first epoch, at its end, at the next one's first step, and in the middle of a later one.
-    for killed_after in (1, steps - 1, steps, steps + 1, 2 * steps + 2):
+    every_case = (1, steps - 1, steps, steps + 1, 2 * steps + 2)
+    for killed_after in every_case if num_workers == 0 else (steps - 1, steps + 1):
         folder = tmp_path / str(killed_after)
         first, second = Recorder(die_after=killed_after), Recorder()
         with pytest.raises((KeyboardInterrupt, SystemExit)):
@@ -178,30 +177,29 @@ def test_a_run_killed_at_any_step_goes_on_with_exactly_the_next_row(store, sampl
         assert first.seen + second.seen == uninterrupted.seen, f"killed after {killed_after} of {steps} steps"
 
 
+@pytest.mark.parametrize("limit", ["epochs", "steps"])
 @pytest.mark.parametrize("when", ["validation", "epoch"])
-def test_checkpoints_of_validation_and_of_the_epochs_end_resume_too(store, samples, tmp_path, when):
+def test_checkpoints_of_validation_and_of_the_epochs_end_resume_too(store, samples, tmp_path, when, limit):
     train, held_out = samples[:30], samples[30:]
     steps = len(module(store, train).train_dataloader())
-    settings = {"max_steps": 3 * steps, "max_epochs": -1, "limit_val_batches": None}
+    settings = {"max_epochs": 3} if limit == "epochs" else {"max_steps": 3 * steps, "max_epochs": -1}
+    settings |= {"limit_val_batches": None}
     if when == "validation":
         settings |= {"val_check_interval": 3, "check_val_every_n_epoch": None}
-    uninterrupted = Recorder()
-    trainer(tmp_path, **settings, enable_checkpointing=False).fit(uninterrupted, module(store, train, held_out))
 
-    def keep_all() -> ModelCheckpoint:
+    def run(ckpt_path=None) -> list[tuple]:
         at_end = when == "epoch"
-        return ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1, save_on_train_epoch_end=at_end)
+        keep_all = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1, save_on_train_epoch_end=at_end)
+        recorder, data = Recorder(), module(store, train, held_out)
+        trainer(tmp_path, **settings, callbacks=[keep_all]).fit(recorder, data, ckpt_path=ckpt_path, weights_only=True)
+        return recorder.seen
 
-    trainer(tmp_path, **settings, callbacks=[keep_all()]).fit(Recorder(), module(store, train, held_out))
-    checkpoints = sorted(tmp_path.glob("step=*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+    uninterrupted = run()
+    checkpoints = list(tmp_path.glob("step=*.ckpt"))
     assert len(checkpoints) >= 3
     for path in checkpoints:
-        resumed = Recorder()
-        trainer(tmp_path, **settings, callbacks=[keep_all()]).fit(
-            resumed, module(store, train, held_out), ckpt_path=path, weights_only=True
-        )
         done = int(path.stem.split("=")[1])
-        assert resumed.seen == uninterrupted.seen[done:], path.name
+        assert run(path) == uninterrupted[done:], path.name
 
 
 def test_a_finished_run_can_be_extended(store, samples, tmp_path):

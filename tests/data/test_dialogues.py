@@ -80,7 +80,7 @@ def test_domain_labels_all_prompts() -> None:
 
 
 def test_a_source_without_prompts_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_prompts=0.*give 1 or more"):
+    with pytest.raises(ValueError, match=r"num_prompts=0.*give 1 or more"):
         Dialogues(num_prompts=0)
 
 

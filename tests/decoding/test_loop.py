@@ -9,6 +9,7 @@ from toy_language import (
     TableDrafter,
     ToyVerifier,
     chi_square_p_value,
+    one_thread,  # noqa: F401
     random_table,
     sequence_probabilities,
     toy_drafters,

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 import torch
-from toy_language import chi_square_p_value
+from toy_language import chi_square_p_value, one_thread  # noqa: F401
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from dspark_lab.decoding.sampling import draw, probabilities, prompt_generator

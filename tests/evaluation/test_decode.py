@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_language import EOS, TableDrafter, ToyTarget, ToyVerifier, prompt, random_table, toy_drafters
+from toy_language import EOS, TableDrafter, ToyTarget, ToyVerifier, one_thread, prompt, random_table, toy_drafters  # noqa: F401
 
 from dspark_lab.decoding.loop import plain_decode
 from dspark_lab.evaluation import decode

@@ -11,6 +11,7 @@ from toy_language import (
     ToyTarget,
     ToyVerifier,
     homogeneity_p_value,
+    one_thread,  # noqa: F401
     random_table,
     toy_drafters,
 )

@@ -7,11 +7,14 @@ from plotly.offline import get_plotlyjs
 from rich.console import Console
 from synthetic_runs import DRAFTERS, make_run
 
+from dspark_lab.evaluation.acceptance import acceptance_metrics
+from dspark_lab.records import Trace, VerifyStep
 from dspark_lab.report.collect import collect
 from dspark_lab.report.comparison import comparison_rows, notes, verdict
 from dspark_lab.report.html import render_html, write_report
 from dspark_lab.report.results import RESULTS_FILE, StageRecord, read_results, update_results
 from dspark_lab.report.table import comparison_table, markdown, rates_table, training_table
+from dspark_lab.report.vocabulary import metric
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,29 @@ def test_two_settings_of_one_run_are_two_rows(tmp_path):
     assert [row.setting["temperature"] for row in rows] == [0.0, 1.0]
     assert "| eagle3 | gsm_symbolic, temperature 1 | 1.50 [1.40, 1.60] |" in markdown(collection)
     assert any("differ in their evaluation setting" in note for note in notes(collection, rows))
+
+
+def test_of_two_checkpoints_the_newest_is_shown_with_its_own_rates(tmp_path):
+    run = make_run(tmp_path / "a", "eagle3")
+    traces = [Trace("p", "math", (VerifyStep(0, 3, 0),) * 4, 5)] * 2  # never accepted: conditional rates 2, 3 undefined
+    setting = {"benchmark": "gsm_symbolic", "temperature": 0.0, "num_draft_tokens": 3, "checkpoint": "step 600"}
+    again = acceptance_metrics(traces, setting=setting, origin="measured")
+    update_results(run, run=read_results(run).run, stage=StageRecord("evaluate_again", 1.0), metrics=again)
+    collection = collect([run])
+    (row,) = comparison_rows(collection)
+    assert [rate.value for rate in row.rates] == [0, 0, 0]
+    assert [rate.value for rate in row.conditional_rates] == [0, None, None]
+    assert row.decode.value == 1.0 and row.replay.value > 1.5
+    assert any("holds 2 acceptance lengths (measured" in note for note in notes(collection, [row]))
+    assert "| eagle3 | 0.000 | – | – |" in markdown(collection)
+    assert render_html(collection, title="t").count("Plotly.newPlot('chart-") == 8
+
+
+def test_greedy_mismatches_are_said(tmp_path):
+    run = make_run(tmp_path / "a", "eagle3")
+    differing = metric("greedy_mismatch_rate", 0.05, origin="measured", num_samples=20)
+    update_results(run, run=read_results(run).run, stage=StageRecord("evaluate_again", 1.0), metrics=[differing])
+    assert "differs from plain decoding in 5.0 % of the prompts (eagle3)" in markdown(collect([run]))
 
 
 def test_incomplete_and_broken_runs_are_named_not_dropped(tmp_path):

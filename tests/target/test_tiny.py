@@ -64,13 +64,17 @@ def test_it_has_the_shape_that_tests_need(model: PreTrainedModel) -> None:
     assert config.head_dim in (32, 64)
 
 
-def test_special_tokens_are_distinct_and_end_the_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_special_tokens_are_distinct_and_end_the_turn(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == "<|im_end|>"
     assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id  # type: ignore[union-attr]
     assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.mask_token_id}) == 3
 
 
-@pytest.mark.parametrize("text", ["a\n\n b\t c", "12 + 345 = 357.", "déjà vu — 数学 🙂", "  two  spaces ", "x**2\r\n'q'"])
+@pytest.mark.parametrize(
+    "text", ["a\n\n b\t c", "12 + 345 = 357.", "déjà vu — 数学 🙂", "  two  spaces ", "x**2\r\n'q'"]
+)
 def test_text_survives_the_round_trip(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(token_ids) == text

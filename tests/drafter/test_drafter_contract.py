@@ -1,0 +1,382 @@
+"""What every drafter must do. A new one is a line in ``tiny_world.DRAFTERS``."""
+
+import importlib
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import yaml
+from tiny_world import (
+    ALL,
+    DRAFTERS,
+    SPEC,
+    VOCABULARIES,
+    assert_close,
+    build,
+    context_of,
+    document,
+    documents,
+    logits_of,
+    pack,
+    tiny_batch,
+)
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import dspark_lab
+from dspark_lab.decoding.sampling import probabilities
+from dspark_lab.drafter.base import Drafter, DraftOutput
+from dspark_lab.drafter.context import DraftContext
+from dspark_lab.records import Sampling, TargetSample
+
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=3.0)
+EVERY_DRAFTER = pytest.mark.parametrize("name", DRAFTERS)
+BOTH_VOCABULARIES = pytest.mark.parametrize("vocabulary", VOCABULARIES)
+
+LAYER = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+NORMS = ["input_layernorm", "post_attention_layernorm"]
+BLOCK_LAYER = [*LAYER, *NORMS, "self_attn.q_norm", "self_attn.k_norm"]
+BLOCK_KEYS = ["fc", "hidden_norm", "norm", *(f"layers.{layer}.{name}" for layer in (0, 1) for name in BLOCK_LAYER)]
+CHAIN_KEYS = ["fc", "norm", "layers.0.hidden_norm"]
+CHAIN_KEYS += [f"layers.{layer}.{name}" for layer in (0, 1) for name in (*LAYER, *NORMS)]
+WEIGHT_NAMES = {  # tables 2.1 and 2.2 of the reference, without the borrowed embed_tokens and lm_head
+    "eagle3": {f"{key}.weight" for key in CHAIN_KEYS},
+    "dflash": {f"{key}.weight" for key in BLOCK_KEYS},
+    "dspark": {f"{key}.weight" for key in BLOCK_KEYS}
+    | {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"}
+    | {"confidence_head.proj.weight", "confidence_head.proj.bias"},
+}
+
+
+def test_every_drafter_of_conf_is_under_contract():
+    folder = Path(dspark_lab.__file__).parents[1] / "conf" / "drafter"
+    assert {path.stem for path in folder.glob("*.yaml")} == set(DRAFTERS)
+    for path in folder.glob("*.yaml"):
+        module, _, cls = yaml.safe_load(path.read_text())["_target_"].rpartition(".")
+        assert type(build(path.stem)) is getattr(importlib.import_module(module), cls)
+
+
+@EVERY_DRAFTER
+@BOTH_VOCABULARIES
+def test_weights_have_the_names_of_the_speculators_format(name: str, vocabulary: str):
+    drafter = build(name, vocabulary=vocabulary)
+    state = drafter.state_dict()
+    assert set(state) == WEIGHT_NAMES[name]
+    assert all(parameter.requires_grad for parameter in drafter.parameters())
+    again = build(name, vocabulary=vocabulary)
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.zero_()
+    again.load_state_dict(state, strict=True)
+    batch = tiny_batch()
+    assert torch.equal(logits_of(again, again(batch)), logits_of(drafter, drafter(batch)))
+
+
+@EVERY_DRAFTER
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@BOTH_VOCABULARIES
+def test_borrowed_matrices_are_outside_the_module_and_move_with_it(name: str, vocabulary: str, tied: bool):
+    drafter = build(name, vocabulary=vocabulary, tied=tied)
+    borrowed = drafter.target_head
+    storages = {t.data_ptr() for t in (borrowed.embedding, borrowed.norm_weight, borrowed.lm_head, drafter.draft_rows)}
+    owned = {t.data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
+    assert not storages & owned
+    assert torch.equal(drafter.draft_rows, borrowed.lm_head[VOCABULARIES[vocabulary].draft_to_target])
+
+    drafter.to(torch.float64)
+    head = drafter.target_head
+    moved = (head.embedding, head.norm_weight, head.lm_head, drafter.draft_rows, *drafter.parameters())
+    assert {t.dtype for t in moved} == {torch.float64}
+    assert (head.embedding is head.lm_head) == tied
+    assert (drafter.draft_rows is head.lm_head) == (vocabulary == "full"), "the full vocabulary needs no copy"
+    assert borrowed.embedding.dtype == torch.float32, "the target keeps its own"
+
+
+@EVERY_DRAFTER
+def test_positions_survive_a_cast_to_bf16(name: str):
+    """Rotary frequencies rounded to bf16 would be off by radians at position 2000."""
+    position = torch.tensor([0, 1, 2000])
+    expected = build(name).rotary(position)
+    for actual, exact in zip(build(name).to(torch.bfloat16).float().rotary(position), expected, strict=True):
+        assert torch.equal(actual.float(), exact)
+
+
+@EVERY_DRAFTER
+def test_a_bf16_drafter_drafts(name: str):
+    drafter = build(name).to(torch.bfloat16)
+    sample = document("0" * 12, seed=0)
+    proposal = drafter.propose(context_of(sample, anchor=9), num_draft_tokens=3, sampling=SAMPLED, generator=seeded())
+    assert proposal.probabilities is not None and proposal.probabilities.dtype == torch.float32
+
+
+@EVERY_DRAFTER
+@pytest.mark.parametrize("num_draft_tokens", [-1, 99])
+def test_more_draft_tokens_than_trained_for_are_refused(name: str, num_draft_tokens: int):
+    drafter = build(name)
+    context = context_of(document("0" * 8, seed=0), anchor=5)
+    with pytest.raises(ValueError, match=rf"num_draft_tokens={num_draft_tokens}.*at most {drafter.num_draft_tokens}"):
+        drafter.propose(context, num_draft_tokens=num_draft_tokens, sampling=GREEDY)
+    assert len(context.token_ids) == 5, "a refused proposal consumes nothing"
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def in_training_graph(drafter: Drafter, sample: TargetSample, anchor: int, following: Tensor) -> DraftOutput:
+    """The training graph's first block (EAGLE-3: chain) when ``following`` is the text after the anchor."""
+    prefix = anchor + 1
+    filler = document("0" * (prefix + len(following) + 1), seed=77)  # states from the anchor on, which must not matter
+    states = filler.hidden_states.clone()
+    states[:anchor] = sample.hidden_states[:anchor]
+    text = TargetSample(
+        token_ids=torch.cat([sample.token_ids[:prefix], following, following[-1:]]),
+        loss_mask=torch.arange(len(filler.token_ids)) >= anchor,
+        hidden_states=states,
+        last_hidden_state=filler.last_hidden_state,
+    )
+    before = document("0011", seed=78)
+    with torch.no_grad():
+        output = drafter(pack([[before, text]], row_tokens=len(text.token_ids) + 6))
+    first = 1  # the document before has one anchor; EAGLE-3 needs a state before it, so a chain, too
+    return output[first : first + 1]
+
+
+@EVERY_DRAFTER
+@BOTH_VOCABULARIES
+def test_greedy_proposal_is_the_argmax_of_the_training_graph(name: str, vocabulary: str):
+    drafter = build(name, vocabulary=vocabulary)
+    sample = document("0" * 20, seed=1)
+    steps = getattr(drafter, "ttt_steps", drafter.num_draft_tokens)
+    for anchor in (1, 4, 15):
+        proposal = drafter.propose(context_of(sample, anchor=anchor), num_draft_tokens=steps, sampling=GREEDY)
+        assert proposal.probabilities is None
+        output = in_training_graph(drafter, sample, anchor, proposal.token_ids)
+        drafted = drafter.vocabulary.to_target(logits_of(drafter, output)[0].argmax(-1))
+        assert proposal.token_ids.tolist() == drafted.tolist()
+
+
+@EVERY_DRAFTER
+@BOTH_VOCABULARIES
+def test_forced_proposal_has_the_distributions_of_the_training_graph(name: str, vocabulary: str):
+    """Golden tests 6 to 8, with a context that arrives in several pieces, each after a proposal that was rejected."""
+    drafter = build(name, vocabulary=vocabulary)
+    sample = document("0" * 24, seed=2)
+    steps = getattr(drafter, "ttt_steps", drafter.num_draft_tokens)
+    context = context_of(sample, anchor=3)
+    for anchor in (3, 4, 9, 11, 18):
+        known = context.position
+        if anchor > known:
+            new = slice(known, anchor)
+            context.advance(sample.token_ids[new], sample.hidden_states[new], int(sample.token_ids[anchor]))
+        forced = sample.token_ids[anchor + 1 : anchor + 1 + steps]
+        proposal = drafter.propose(context, num_draft_tokens=steps, sampling=SAMPLED, forced_token_ids=forced)
+        assert len(context.token_ids) == len(context.hidden_states) == 0, "propose leaves the new states empty"
+        assert torch.equal(proposal.token_ids, forced)
+        output = in_training_graph(drafter, sample, anchor, forced)
+        q = probabilities(logits_of(drafter, output)[0], SAMPLED)
+        assert proposal.probabilities is not None
+        assert_close(proposal.probabilities[:, drafter.vocabulary.draft_to_target], q)
+
+
+@EVERY_DRAFTER
+@BOTH_VOCABULARIES
+def test_sampled_proposal(name: str, vocabulary: str):
+    """Distributions over target ids, nothing outside the draft vocabulary, tokens drawn from them."""
+    drafter = build(name, vocabulary=vocabulary)
+    sample = document("0" * 12, seed=3)
+    count = drafter.num_draft_tokens
+    draft_ids = set(VOCABULARIES[vocabulary].draft_to_target.tolist())
+    outside = [token for token in range(SPEC.vocab_size) if token not in draft_ids]
+    drawn = set()
+    for seed in range(20):
+        proposal = drafter.propose(
+            context_of(sample, anchor=9), num_draft_tokens=count, sampling=SAMPLED, generator=seeded(seed)
+        )
+        q = proposal.probabilities
+        assert q is not None and q.shape == (count, SPEC.vocab_size)
+        assert_close(q.sum(-1), torch.ones(count))
+        assert (q[:, outside] == 0).all()
+        assert (q.gather(1, proposal.token_ids[:, None]) > 0).all()
+        drawn.add(tuple(proposal.token_ids.tolist()))
+        forced = drafter.propose(
+            context_of(sample, anchor=9), num_draft_tokens=count, sampling=SAMPLED, forced_token_ids=proposal.token_ids
+        )
+        assert forced.probabilities is not None and torch.equal(forced.probabilities, q)
+    assert len(drawn) > 10
+    cold = Sampling(temperature=3.0, top_k=1)
+    coldest = drafter.propose(context_of(sample, anchor=9), num_draft_tokens=count, sampling=cold, generator=seeded())
+    greedy = drafter.propose(context_of(sample, anchor=9), num_draft_tokens=count, sampling=GREEDY)
+    assert torch.equal(coldest.token_ids, greedy.token_ids)
+
+
+@EVERY_DRAFTER
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_fewer_draft_tokens_are_a_prefix_of_more(name: str, sampling: Sampling):
+    drafter = build(name)
+    sample = document("0" * 12, seed=4)
+
+    def propose(count: int, context: DraftContext):
+        following = sample.token_ids[:count]
+        forced = None if sampling.greedy else following
+        return drafter.propose(context, num_draft_tokens=count, sampling=sampling, forced_token_ids=forced)
+
+    full = propose(drafter.num_draft_tokens, context_of(sample, anchor=7))
+    for count in range(drafter.num_draft_tokens):
+        context = context_of(sample, anchor=7)
+        part = propose(count, context)
+        assert context.position == 7 and len(context.token_ids) == 0, "states are taken in even when nothing is drafted"
+        assert part.token_ids.dtype == torch.int64
+        assert part.token_ids.tolist() == full.token_ids[:count].tolist()
+        if count and full.probabilities is not None:
+            assert part.probabilities is not None
+            assert_close(part.probabilities, full.probabilities[:count])
+        if full.confidence is not None:
+            assert part.confidence is not None and part.confidence.shape == (count,)
+            assert_close(part.confidence, full.confidence[:count])
+
+
+def assert_same_output(actual: DraftOutput, parts: list[DraftOutput]) -> None:
+    for field in ("hidden", "previous_token_ids", "labels", "supervised", "teacher_hidden"):
+        joined, expected = getattr(actual, field), torch.cat([getattr(part, field) for part in parts])
+        # What lies beyond a run of supervised slots depends on what comes after the document, and is used nowhere.
+        mask = actual.supervised
+        if field == "supervised":
+            assert torch.equal(joined, expected)
+        else:
+            assert_close(joined[mask], expected[mask])
+
+
+@EVERY_DRAFTER
+def test_packing_invariance(name: str):
+    """Packed in two rows, or each document alone: the same slots, hidden states, labels and loss."""
+    drafter = build(name)
+    rows = documents()
+    alone = [pack([[sample]], row_tokens=len(sample.token_ids)) for row in rows for sample in row]
+    with torch.no_grad():
+        packed = drafter(pack(rows))
+        parts = [drafter(batch) for batch in alone]
+        assert_same_output(packed, parts)
+        joined = DraftOutput(*(torch.cat([getattr(p, f) for p in parts]) for f in DraftOutput.__slots__))
+        batch = pack(rows)
+        assert_close(drafter.loss(packed, batch).total, drafter.loss(joined, batch).total)
+
+
+@EVERY_DRAFTER
+def test_batch_invariance(name: str):
+    """Two rows in one batch, or one by one with the same few anchors."""
+    drafter = build(name, **({} if name == "eagle3" else {"num_anchors": 3}))
+    first, second = documents()
+    both = pack([first, second])
+    with torch.no_grad():
+        second_alone = pack([first, second])
+        parts = [drafter(pack([first])), drafter(_only_row(second_alone, 1))]
+        assert_same_output(drafter(both), parts)
+
+
+def _only_row(batch, row: int):
+    tensors = {
+        name: getattr(batch, name)[row : row + 1]
+        for name in ("token_ids", "loss_mask", "document_ids", "position_ids", "hidden_states", "last_hidden_state")
+    }
+    return type(batch)(**tensors, row_ids=(batch.row_ids[row],), epoch=batch.epoch)
+
+
+@EVERY_DRAFTER
+@BOTH_VOCABULARIES
+def test_loss_and_gradients_do_not_depend_on_the_chunks(name: str, vocabulary: str):
+    batch = tiny_batch()
+
+    def computed(head_chunk_tokens: int):
+        drafter = build(name, vocabulary=vocabulary, head_chunk_tokens=head_chunk_tokens)
+        terms = drafter.loss(drafter(batch), batch)
+        terms.total.backward()
+        return terms, [p.grad for p in drafter.parameters()]
+
+    whole, expected = computed(10_000)
+    for size in (1, 7, 16):
+        terms, gradients = computed(size)
+        assert_close(terms.total, whole.total)
+        for term in whole.terms:
+            assert_close(terms.terms[term], whole.terms[term])
+        for actual, gradient in zip(gradients, expected, strict=True):
+            assert actual is not None and gradient is not None
+            assert_close(actual, gradient, relative=2e-5)
+
+
+@EVERY_DRAFTER
+@BOTH_VOCABULARIES
+def test_agreement_is_with_the_target_over_its_whole_vocabulary(name: str, vocabulary: str):
+    drafter = build(name, vocabulary=vocabulary)
+    with torch.no_grad():
+        output = drafter(tiny_batch())
+        drafted = logits_of(drafter, output).argmax(-1)
+    agreement = drafter.agreement(output)
+    assert agreement.shape == output.supervised.shape and agreement.dtype == torch.bool
+    for block in range(len(drafted)):
+        for slot in range(drafted.shape[1]):
+            wanted = int(drafter.target_head.logits(output.teacher_hidden[block, slot]).argmax())
+            offered = int(VOCABULARIES[vocabulary].draft_to_target[drafted[block, slot]])
+            assert bool(agreement[block, slot]) == (wanted == offered)
+    assert 0 <= int(agreement.sum()) < agreement.numel()
+
+
+@EVERY_DRAFTER
+def test_a_batch_without_anchors_costs_nothing(name: str):
+    drafter = build(name)
+    batch = pack([[document("0000", seed=0), document("10", seed=1)]])
+    output = drafter(batch)
+    assert output.hidden.shape[0] == 0
+    terms = drafter.loss(output, batch)
+    assert terms.total == 0 and all(term == 0 for term in terms.terms.values())
+    terms.total.backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in drafter.parameters())
+    assert drafter.agreement(output).shape == output.supervised.shape
+
+
+@EVERY_DRAFTER
+@BOTH_VOCABULARIES
+def test_training_fits_a_batch(name: str, vocabulary: str):
+    drafter = build(name, vocabulary=vocabulary, lr=1e-2)
+    batch, losses = tiny_batch(), []
+    optimizer = drafter.recipe.optimizer.build(drafter)
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = drafter.loss(drafter(batch), batch).total
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in drafter.parameters())
+        assert all((p.grad != 0).any() for p in drafter.parameters() if p.grad is not None), "every weight learns"
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
+@EVERY_DRAFTER
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec.*:FutureWarning")
+def test_lightning_trains_and_validates_it(name: str, tmp_path: Path):
+    drafter = build(name, vocabulary="reduced", **({} if name == "eagle3" else {"num_anchors": ALL}))
+    before = {key: value.clone() for key, value in drafter.state_dict().items()}
+    borrowed = drafter.target_head.lm_head.clone()
+    batches = DataLoader([tiny_batch(), tiny_batch()], batch_size=None, collate_fn=lambda batch: batch)  # pyright: ignore
+    trainer = L.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(drafter, batches, batches)
+    assert trainer.global_step == 2
+    assert all((drafter.state_dict()[key] != before[key]).any() for key in before)
+    assert torch.equal(drafter.target_head.lm_head, borrowed)
+    logged = trainer.logged_metrics | trainer.callback_metrics
+    assert {"train/loss", "val/loss", "val/acceptance_length_estimate"} <= set(logged)
+    with torch.no_grad():
+        loss = drafter.loss(drafter(tiny_batch()), tiny_batch()).total
+    assert float(logged["val/loss"]) == pytest.approx(float(loss), rel=1e-5)
+    assert 1 <= float(logged["val/acceptance_length_estimate"]) <= 1 + drafter.num_draft_tokens

@@ -1,0 +1,76 @@
+"""What moves a slot's logits: exactly what it may see. Every token and state is perturbed, one at a time, to the bit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_world import DRAFTERS, ROW_TOKENS, build, logits_of, tiny_batch
+from torch import Tensor
+
+from dspark_lab.drafter.anchors import sample_anchors
+from dspark_lab.drafter.base import Drafter
+from dspark_lab.drafter.eagle3 import Eagle3
+from dspark_lab.records import Batch
+
+Sees = Callable[[int, int, int, int], bool]
+"""(index of the anchor or slot, step k, index of the token or state, first index of the document) -> sees it."""
+
+STATES: dict[str, Sees] = {
+    "dflash": lambda p, k, j, start: start <= j < p,
+    "dspark": lambda p, k, j, start: start <= j < p,
+    "eagle3": lambda i, t, j, start: start <= j <= i,
+}
+TOKENS: dict[str, Sees] = {  # tokens before an anchor are known only through their states
+    "dflash": lambda p, k, j, start: j == p,
+    "dspark": lambda p, k, j, start: j in (p, p + k),
+    "eagle3": lambda i, t, j, start: start + 1 <= j <= i + 1 + t,
+}
+
+
+def origins(drafter: Drafter, batch: Batch) -> list[int]:
+    if isinstance(drafter, Eagle3):
+        return drafter.chains(batch)[0].tolist()
+    return sample_anchors(batch, num_anchors=1000, seed=drafter.recipe.seed).tolist()
+
+
+@torch.no_grad()
+def logits(drafter: Drafter, batch: Batch) -> Tensor:
+    return logits_of(drafter, drafter(batch))
+
+
+def perturbed(batch: Batch, field: str, index: int) -> Batch:
+    changed = getattr(batch, field).clone()
+    place = divmod(index, ROW_TOKENS)
+    changed[place] = (changed[place] + 1) % 28 if field == "token_ids" else changed[place] + 3.0
+    return replace(batch, **{field: changed})
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("field", ["token_ids", "hidden_states"])
+def test_logits_move_with_what_a_slot_sees_and_with_nothing_else(name: str, field: str):
+    drafter, batch = build(name), tiny_batch()
+    sees = (TOKENS if field == "token_ids" else STATES)[name]
+    starts = (torch.arange(batch.token_ids.numel()) - batch.position_ids.flatten()).tolist()
+    with torch.no_grad():
+        output = drafter(batch)
+    base, supervised, found = logits(drafter, batch), output.supervised, origins(drafter, batch)
+    assert len(found) == len(base) > 8
+    counts = [0, 0]
+    for j in range(batch.token_ids.numel()):
+        moved = (logits(drafter, perturbed(batch, field, j)) != base).any(-1)
+        expected = torch.tensor(
+            [[sees(origin, k, j, starts[origin]) for k in range(base.shape[1])] for origin in found]
+        )
+        assert torch.equal(moved & supervised, expected & supervised), f"{field} at {j}"
+        counts[0] += int((expected & supervised).sum())
+        counts[1] += int((~expected & supervised).sum())
+    assert min(counts) > 10
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_last_hidden_states_teach_and_are_never_seen(name: str):
+    drafter, batch = build(name), tiny_batch()
+    other = replace(batch, last_hidden_state=batch.last_hidden_state + 1.0)
+    assert torch.equal(logits(drafter, other), logits(drafter, batch))
+    assert (drafter(other).teacher_hidden != drafter(batch).teacher_hidden).all()
