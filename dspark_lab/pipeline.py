@@ -6,6 +6,7 @@ lies on disk; it can be run alone, goes on where a killed one stopped, and adds 
 
 import json
 import logging
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -38,6 +39,7 @@ from dspark_lab.progress import console, track
 from dspark_lab.records import Conversation, Metric, Sampling, TokenizedConversation, Trace
 from dspark_lab.report.html import write_report
 from dspark_lab.report.lightning_logger import JsonLinesLogger
+from dspark_lab.report.metrics_log import read_metrics
 from dspark_lab.report.results import RunInfo, StageRecord, update_results
 from dspark_lab.report.vocabulary import metric
 from dspark_lab.run import Run, name_run, open_run
@@ -70,7 +72,7 @@ def run(config: DictConfig) -> float | None:
             choices={group: choice for group, choice in choices.items() if not group.startswith("hydra/")},
             config=resolved,
             config_hash=config_hash,
-            command="python -m dspark_lab " + " ".join(HydraConfig.get().overrides.task),
+            command=shlex.join(["python", "-m", "dspark_lab", *HydraConfig.get().overrides.task]),
             seed=config.seed,
         )
         with closing(Pipeline(config, opened, info)) as pipeline:
@@ -205,14 +207,13 @@ class Pipeline:
         last = self.run_.checkpoints / "last.ckpt"
         if last.exists():
             console.print(f"train: going on from step {checkpoint_step(last)} of {trainer.max_steps} ({last})")
-        started = time.monotonic()
         trainer.fit(drafter, datamodule=data, ckpt_path=last if last.exists() else None, weights_only=True)
         counts = data.train_counts
         metrics = [
             metric("num_parameters", sum(p.numel() for p in drafter.parameters()), origin="measured"),
             metric("num_train_steps", trainer.global_step, origin="measured"),
             metric("num_train_tokens", accounting.tokens, origin="measured"),
-            metric("train_time_s", time.monotonic() - started, origin="measured"),
+            metric("train_time_s", training_time_s(self.run_.directory), origin="measured"),
             metric("draft_vocabulary_coverage", self.coverage, origin="measured"),
         ]
         dropped = {
@@ -280,7 +281,8 @@ class Pipeline:
 
     def report(self) -> tuple[dict[str, Any], list[Metric]]:
         runs = [Path(entry) for entry in self.config.report.runs] or [self.run_.directory]
-        write_report(runs, _report_folder(self.config, self.run_), title=self.run_.name)
+        path = write_report(runs, _report_folder(self.config, self.run_), title=self.run_.name)
+        console.print(f"report: {path}")
         return {}, []
 
     # --- what the stages share --------------------------------------------------------------------------------------
@@ -453,6 +455,11 @@ def prompt_only(conversation: TokenizedConversation) -> TokenizedConversation:
     return TokenizedConversation(
         conversation.id, conversation.token_ids[:start], conversation.loss_mask[:start], conversation.domain
     )
+
+
+def training_time_s(run_dir: Path) -> float:
+    """Wall clock of training, the parts before a resume included."""
+    return max((line["time_s"] for line in read_metrics(run_dir)), default=0.0)
 
 
 def checkpoint_step(path: Path) -> int:

@@ -137,15 +137,16 @@ class Drafter(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         terms = self.loss(self(batch), batch)
-        self.log("train/loss", terms.total.detach(), prog_bar=True)
-        self.log_dict({f"train/{name}": value for name, value in terms.terms.items()})
+        rows = len(batch.row_ids)
+        self.log("train/loss", terms.total.detach(), prog_bar=True, batch_size=rows)
+        self.log_dict({f"train/{name}": value for name, value in terms.terms.items()}, batch_size=rows)
         return terms.total
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         output = self(batch)
         self.log("val/loss", self.loss(output, batch).total, batch_size=max(output.hidden.shape[0], 1))
         self.acceptance_estimate.update(self.agreement(output), output.supervised)
-        self.log("val/acceptance_length_estimate", self.acceptance_estimate, prog_bar=True)
+        self.log("val/acceptance_length_estimate", self.acceptance_estimate, prog_bar=True, batch_size=1)
 
     @torch.no_grad()
     def agreement(self, output: DraftOutput) -> Tensor:

@@ -17,7 +17,7 @@ from dspark_lab.validation import checked
 
 
 class ReplayAcceptance(Callback):
-    """``val/acceptance_length``: a few held-out greedy answers, replayed at every validation without a target forward."""
+    """``val/acceptance_length``: a few held-out greedy answers, replayed at every validation, no target forward."""
 
     @checked
     def __init__(
@@ -45,14 +45,14 @@ class ReplayAcceptance(Callback):
             eos_token_ids=pl_module.target.eos_token_ids,
             seed=self.seed,
         )
-        pl_module.log("val/acceptance_length", acceptance_length(result.traces), prog_bar=True)
+        pl_module.log("val/acceptance_length", acceptance_length(result.traces), prog_bar=True, batch_size=1)
 
 
 class Accounting(Callback):
     """Tokens trained on and the share of time that training waited for data, carried over a resume."""
 
     def __init__(self) -> None:
-        self.tokens, self.steps = 0, 0
+        self.tokens = 0
         self._wait_s, self._since = 0.0, time.monotonic()
         self._window_start, self._window_tokens = time.monotonic(), 0
 
@@ -78,11 +78,11 @@ class Accounting(Callback):
     ) -> None:
         self.tokens += batch.num_tokens
         self._since = time.monotonic()
-        pl_module.log("tokens", float(self.tokens))
+        pl_module.log("tokens", float(self.tokens), batch_size=1)
         elapsed = self._since - self._window_start
         if trainer.global_step % trainer.log_every_n_steps == 0 and elapsed > 0:  # pyright: ignore
-            pl_module.log("train/tokens_per_s", (self.tokens - self._window_tokens) / elapsed)
-            pl_module.log("train/data_wait_share", self._wait_s / elapsed)
+            pl_module.log("train/tokens_per_s", (self.tokens - self._window_tokens) / elapsed, batch_size=1)
+            pl_module.log("train/data_wait_share", self._wait_s / elapsed, batch_size=1)
             self._wait_s, self._window_start, self._window_tokens = 0.0, self._since, self.tokens
 
 

@@ -38,8 +38,8 @@ def build_trainer(
     """
     if max_steps < 1 or val_every_steps < 1 or checkpoint_every_steps < 1 or accumulate < 1:
         raise ValueError(
-            f"max_steps={max_steps}, val_every_steps={val_every_steps}, checkpoint_every_steps={checkpoint_every_steps} "
-            f"and accumulate={accumulate} must all be at least 1"
+            f"max_steps={max_steps}, val_every_steps={val_every_steps}, accumulate={accumulate} and "
+            f"checkpoint_every_steps={checkpoint_every_steps} must all be at least 1"
         )
     return L.Trainer(
         default_root_dir=run_dir,

@@ -149,7 +149,7 @@ def dspark_loss(
                 q, target = z.softmax(0), teacher(head, sample, p + k, draft_ids)
                 l1 = sum(abs(q[v] - target[v]) for v in range(len(draft_ids)))
                 assert isinstance(l1, Tensor)
-                accept = float(min(max(1 - 0.5 * float(l1), 0.0), 1.0))
+                accept = float(min(max(1 - 0.5 * float(l1.detach()), 0.0), 1.0))
                 logit = w["confidence_head.proj.weight"][0] @ torch.cat([hidden[k], e])
                 c = torch.sigmoid(logit + w["confidence_head.proj.bias"][0])
                 if tokens[p + k + 1] in draft_ids:

@@ -1,0 +1,66 @@
+"""A run's identity, folder and lock."""
+
+from pathlib import Path
+
+import pytest
+
+from dspark_lab.run import name_run, open_run
+
+CONFIG = {
+    "seed": 1,
+    "stages": ["train"],
+    "home": "a",
+    "run": {"root": "runs"},
+    "logger": {"_target_": "x"},
+    "trainer": {"max_steps": 10, "gradient_clip": 1.0},
+    "engine": {"model": "m", "home": "a"},
+    "drafter": {"num_layers": 2},
+}
+
+
+def named(**changes: object) -> str:
+    return name_run({**CONFIG, **changes}, experiment="smoke", drafter="dspark")[0]
+
+
+def test_what_cannot_change_results_is_not_identity() -> None:
+    assert named().startswith("smoke-dspark-")
+    assert named() == named(
+        stages="report",
+        home="b",
+        run={"root": "elsewhere", "fresh": True},
+        logger={"_target_": "y"},
+        trainer={"max_steps": 99, "gradient_clip": 1.0},
+        engine={"model": "m", "home": "b"},
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 2},
+        {"drafter": {"num_layers": 3}},
+        {"trainer": {"max_steps": 10, "gradient_clip": 0.5}},
+        {"engine": {"model": "other", "home": "a"}},
+    ],
+)
+def test_what_changes_results_is_identity(change: dict) -> None:
+    assert named(**change) != named()
+
+
+def test_fresh_sets_the_old_folder_aside(tmp_path: Path) -> None:
+    with open_run(tmp_path, name="r", config_hash="h", fresh=False) as run:
+        (run.directory / "old").touch()
+    with open_run(tmp_path, name="r", config_hash="h", fresh=False) as run:
+        assert (run.directory / "old").exists()
+    with open_run(tmp_path, name="r", config_hash="h", fresh=True) as run:
+        assert not (run.directory / "old").exists()
+    assert len(list(tmp_path.glob("r.until-*/old"))) == 1
+
+
+def test_a_run_in_use_is_refused(tmp_path: Path) -> None:
+    with (
+        open_run(tmp_path, name="r", config_hash="h", fresh=False),
+        pytest.raises(ValueError, match=r"'r' is in use.*another run\.name"),
+        open_run(tmp_path, name="r", config_hash="h", fresh=False),
+    ):
+        pass
