@@ -8,6 +8,7 @@ import json
 import logging
 import shlex
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from typing import Any
 import hydra
 import lightning as L
 import torch
+import transformers
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
@@ -46,7 +48,7 @@ from dspark_lab.run import Run, name_run, open_run
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
 from dspark_lab.target.chat import tokenize
 from dspark_lab.target.protocol import Target
-from dspark_lab.training.callbacks import Accounting, StopOnNonFiniteLoss
+from dspark_lab.training.callbacks import Accounting, StepProgress, StopOnNonFiniteLoss
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +57,10 @@ STAGES = ("regenerate", "capture", "train", "evaluate", "report")
 
 def run(config: DictConfig) -> float | None:
     """Carry out ``config.stages`` in order; returns the acceptance length (for sweepers), if it was evaluated."""
+    quieten()
     stages = requested_stages(config.stages)
     if stages == ["report"] and config.report.runs:
-        write_report([Path(entry) for entry in config.report.runs], _report_folder(config, None), title="Comparison")
+        compare(config)
         return None
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
@@ -77,6 +80,14 @@ def run(config: DictConfig) -> float | None:
         )
         with closing(Pipeline(config, opened, info)) as pipeline:
             return pipeline.run(stages)
+
+
+def quieten() -> None:
+    """Advertisements, second progress bars and known noise of the libraries; their warnings stay."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # Lightning 2.6 on torch 2.13
+    warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty")  # a resumed run
 
 
 def requested_stages(stages: Any) -> list[str]:
@@ -196,13 +207,12 @@ class Pipeline:
             JsonLinesLogger(directory=self.run_.directory),
             build(self.config, "logger", run_dir=self.run_.directory, run_name=self.run_.name),
         ]
-        bar = L.pytorch.callbacks.RichProgressBar(leave=True)
         trainer: L.Trainer = build(
             self.config,
             "trainer",
             run_dir=self.run_.directory,
             loggers=loggers,
-            callbacks=[accounting, replayed, StopOnNonFiniteLoss(), bar],
+            callbacks=[accounting, replayed, StopOnNonFiniteLoss(), StepProgress()],
         )
         last = self.run_.checkpoints / "last.ckpt"
         if last.exists():
@@ -280,9 +290,7 @@ class Pipeline:
         return {**record, "unit": "prompts"}, metrics
 
     def report(self) -> tuple[dict[str, Any], list[Metric]]:
-        runs = [Path(entry) for entry in self.config.report.runs] or [self.run_.directory]
-        path = write_report(runs, _report_folder(self.config, self.run_), title=self.run_.name)
-        console.print(f"report: {path}")
+        compare(self.config, self.run_)
         return {}, []
 
     # --- what the stages share --------------------------------------------------------------------------------------
@@ -493,7 +501,11 @@ def save_traces(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:
                 file.write(json.dumps({"origin": origin, **asdict(trace)}) + "\n")
 
 
-def _report_folder(config: DictConfig, opened: Run | None) -> Path:
-    if config.report.out:
-        return Path(config.report.out)
-    return opened.directory if opened else Path(config.run.root)
+def compare(config: DictConfig, opened: Run | None = None) -> None:
+    """Print and write the comparison of ``report.runs`` (or of the run at hand) into ``report.out`` (or its folder)."""
+    runs = [Path(entry) for entry in config.report.runs] or ([opened.directory] if opened else [])
+    out = Path(config.report.out) if config.report.out else (opened.directory if opened else Path(config.run.root))
+    path = write_report(runs, out, title=opened.name if opened else "Comparison of drafters", console=console)
+    if config.expect:
+        console.print(config.expect)
+    console.print(f"report: {path}")

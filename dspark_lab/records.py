@@ -23,6 +23,13 @@ class Sampling:
     top_p: float = 1.0
     max_new_tokens: int = 160
 
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1 or self.max_new_tokens < 1:
+            raise ValueError(
+                f"temperature={self.temperature} (>= 0), top_k={self.top_k} (>= 0), top_p={self.top_p} (in (0, 1]) and "
+                f"max_new_tokens={self.max_new_tokens} (>= 1): one of them is out of its range"
+            )
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0

@@ -40,7 +40,9 @@ def test_every_experiment_builds_what_needs_no_target(experiment: str) -> None:
         assert build(config, key) is not None, key
 
 
-@pytest.mark.parametrize("override", ["drafter.blok_size=4", "trainer.max_step=3", "data.row_token=9", "evalute.seed=1"])
+@pytest.mark.parametrize(
+    "override", ["drafter.blok_size=4", "trainer.max_step=3", "data.row_token=9", "evalute.seed=1"]
+)
 def test_a_misspelt_key_is_named(override: str) -> None:
     with pytest.raises(ConfigCompositionException) as caught:
         composed(override)
@@ -77,7 +79,9 @@ def test_stages_keep_the_order_of_the_way_through() -> None:
 
 
 def test_help_lists_groups_experiments_and_stages() -> None:
-    out = subprocess.run([sys.executable, "-m", "dspark_lab", "--help"], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-m", "dspark_lab", "--help"], capture_output=True, text=True, check=True
+    ).stdout
     for group, option in OPTIONS:
         line = next(line for line in out.splitlines() if line.startswith(f"{group}: "))
         assert option in line

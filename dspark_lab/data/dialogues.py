@@ -6,7 +6,7 @@ answers; names, things, phrasings and the number of steps vary, so that a drafte
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dspark_lab.records import Conversation, Message
@@ -72,7 +72,7 @@ def _person(rng: random.Random) -> tuple[str, str]:
     return name, "she" if name in _GIRLS else "he"
 
 
-def _join(items: list[str] | list[int]) -> str:
+def _join(items: Sequence[str | int]) -> str:
     return ", ".join(map(str, items))
 
 

@@ -38,11 +38,6 @@ class Evaluation:
         self.modes: tuple[Mode, ...] = (mode,) if isinstance(mode, str) else mode
         if not self.modes:
             raise ValueError("mode is empty: choose replay, decode or [replay, decode]")
-        if temperature < 0 or not 0 < top_p <= 1 or top_k < 0 or max_new_tokens < 1:
-            raise ValueError(
-                f"temperature={temperature} (>= 0), top_k={top_k} (>= 0), top_p={top_p} (in (0, 1]) and "
-                f"max_new_tokens={max_new_tokens} (>= 1): one of them is out of its range"
-            )
         self.checkpoint = checkpoint
         self.num_draft_tokens = num_draft_tokens
         self.num_replay_prompts, self.num_decode_prompts = num_replay_prompts, num_decode_prompts

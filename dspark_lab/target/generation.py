@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def generate_answers(
     eos_token_ids: Sequence[int],
 ) -> Iterator[Conversation]:
     """Answers to (prompt, its token ids), longest prompts first. The end token that stopped an answer is part of it."""
+    generator: Any = model  # generate is mixed into the classes that AutoModelForCausalLM returns
     longest_first = sorted(prompts, key=lambda prompt: (-len(prompt[1]), prompt[0].id))
     for start in range(0, len(longest_first), batch_size):
         batch = longest_first[start : start + batch_size]
@@ -47,7 +49,7 @@ def generate_answers(
         if not sampling.greedy:
             streams = [prompt_generator(seed, f"regenerate {prompt.id}", model.device) for prompt, _ in batch]
             processors.append(DrawEachPrompt(sampling, streams))
-        output = model.generate(
+        output: Any = generator.generate(
             input_ids,
             attention_mask=attention_mask,
             logits_processor=processors,

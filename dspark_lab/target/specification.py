@@ -84,7 +84,7 @@ def resolve_layer_ids(layer_ids: Sequence[int] | None, *, num_layers: int) -> tu
 def resolve_mask_token_id(
     mask_token_id: int | None,
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     vocab_size: int,
     eos_token_ids: Sequence[int],
 ) -> int:
@@ -117,7 +117,7 @@ def _eos_token_ids(
     config: Any, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
 ) -> tuple[int, ...]:
     """Every id that ends an answer: the generation config's (Llama 3 lists three), the config's, the tokenizer's."""
-    found: list[int] = []
+    found: list[Any] = []
     for value in (getattr(generation_config, "eos_token_id", None), config.eos_token_id, tokenizer.eos_token_id):
         found.extend(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
     if not found:

@@ -20,7 +20,10 @@ class HuggingFaceVerifier:
         self.anatomy = dissect(model)
         self.cache = DynamicCache(config=model.config)
         # A sliding layer forgets what a rollback would need; a full one is masked to the same window.
-        self.cache.layers = [DynamicLayer() if layer.is_sliding else layer for layer in self.cache.layers]
+        self.cache.layers = [
+            DynamicLayer() if sliding else layer
+            for layer, sliding in zip(self.cache.layers, self.cache.is_sliding, strict=True)
+        ]
         self.num_tokens = 0
 
     @torch.no_grad()

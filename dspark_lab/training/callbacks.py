@@ -12,6 +12,7 @@ from torch import Tensor
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.evaluation.acceptance import acceptance_length
 from dspark_lab.evaluation.replay import evaluate_replay
+from dspark_lab.progress import bar
 from dspark_lab.records import Batch, Sampling, TargetSample, TokenizedConversation
 from dspark_lab.validation import checked
 
@@ -84,6 +85,28 @@ class Accounting(Callback):
             pl_module.log("train/tokens_per_s", (self.tokens - self._window_tokens) / elapsed, batch_size=1)
             pl_module.log("train/data_wait_share", self._wait_s / elapsed, batch_size=1)
             self._wait_s, self._window_start, self._window_tokens = 0.0, self._since, self.tokens
+
+
+class StepProgress(Callback):
+    """One bar over all optimizer steps, with the newest loss and acceptance; Lightning's own starts anew every epoch."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._progress = bar()
+        self._progress.start()
+        self._task = self._progress.add_task("train", total=trainer.max_steps, completed=trainer.global_step, note="")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
+    ) -> None:
+        shown = {name: trainer.callback_metrics.get(name) for name in ("train/loss", "val/acceptance_length")}
+        note = "  ".join(f"{name} {float(value):.3f}" for name, value in shown.items() if value is not None)
+        self._progress.update(self._task, completed=trainer.global_step, note=note)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._progress.stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._progress.stop()
 
 
 class StopOnNonFiniteLoss(Callback):

@@ -10,8 +10,8 @@ from dspark_lab.validation import checked
 
 @checked
 def csv_logger(*, run_dir: Path, run_name: str) -> Logger:
-    """``metrics.csv`` beside the run's own ``metrics.jsonl``."""
-    return CSVLogger(save_dir=run_dir, name="", version="")
+    """``csv/version_<n>/metrics.csv`` beside the run's own ``metrics.jsonl``; a resumed part is a version of its own."""
+    return CSVLogger(save_dir=run_dir, name="csv")
 
 
 @checked

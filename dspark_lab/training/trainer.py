@@ -58,6 +58,7 @@ def build_trainer(
         log_every_n_steps=log_every_steps,
         use_distributed_sampler=False,
         enable_model_summary=False,
+        enable_progress_bar=False,
     )
 
 

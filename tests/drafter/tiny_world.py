@@ -104,7 +104,9 @@ def documents(rows: Sequence[Sequence[str]] = ROWS) -> list[list[TargetSample]]:
 
 def pack(rows: Sequence[Sequence[TargetSample]], *, row_tokens: int = ROW_TOKENS, epoch: int = 0) -> Batch:
     """Rows named by 40, 41, ... with the samples one after the other."""
-    named = [(Row(40 + index, tuple(f"key-{index}-{n}" for n in range(len(row)))), row) for index, row in enumerate(rows)]
+    named = [
+        (Row(40 + index, tuple(f"key-{index}-{n}" for n in range(len(row)))), row) for index, row in enumerate(rows)
+    ]
     return collate(named, row_tokens=row_tokens, epoch=epoch)
 
 

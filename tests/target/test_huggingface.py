@@ -275,7 +275,7 @@ def test_the_sampled_distribution_is_that_of_the_logits(folder: Path) -> None:
 
 
 def test_a_prompt_without_room_for_its_answer_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="'p0' needs .* tokens; the target toy has 256 positions"):
+    with pytest.raises(ValueError, match=r"'p0' needs .* tokens; the target toy has 256 positions"):
         list(build(folder).regenerate(prompts()[:1], sampling=Sampling(max_new_tokens=250)))
 
 

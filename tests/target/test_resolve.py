@@ -82,7 +82,7 @@ def test_a_folder_is_hashed_again_only_when_it_changed(tmp_path: Path, monkeypat
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="without config.json or without"):
+    with pytest.raises(ValueError, match=r"without config\.json or without"):
         resolve(str(tmp_path), home=tmp_path / "home")
 
 
