@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
@@ -34,5 +35,18 @@ def hydra_main(config: DictConfig) -> float | None:
         sys.exit(f"error: {error}")
 
 
-if __name__ == "__main__":
+def refuse_swept_stages(arguments: Sequence[str]) -> None:
+    """``-m stages=train,evaluate`` would be two jobs of one stage each, which nobody means."""
+    for argument in arguments:
+        stages = argument.removeprefix("stages=")
+        if stages != argument and "," in stages and not stages.startswith("["):
+            sys.exit(f"error: {argument} sweeps over stages; several stages of one run are a list: 'stages=[{stages}]'")
+
+
+def main() -> None:
+    refuse_swept_stages(sys.argv[1:])
     hydra_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """Every option of every group composes; what contradicts or misspells is refused by name."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.__main__ import config_folder, refuse_swept_stages
 from dspark_lab.pipeline import build, requested_stages
 
 GROUPS = sorted(path for path in config_folder().iterdir() if path.is_dir())
@@ -90,3 +91,23 @@ def test_help_lists_groups_experiments_and_stages() -> None:
 
 def test_the_config_folder_is_the_repositorys_own() -> None:
     assert config_folder() == Path(__file__).parent.parent / "conf"
+
+
+def test_sweeping_over_stages_is_refused_with_the_form_that_was_meant() -> None:
+    with pytest.raises(SystemExit, match=r"'stages=\[train,evaluate\]'"):
+        refuse_swept_stages(["-m", "stages=train,evaluate"])
+    refuse_swept_stages(["stages=train", "stages=[train,evaluate]", "seed=1,2"])
+
+
+def readme_commands() -> list[list[str]]:
+    lines = (Path(__file__).parent.parent / "README.md").read_text().splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("python -m dspark_lab")]
+
+
+@pytest.mark.parametrize("command", readme_commands(), ids=" ".join)
+def test_every_command_of_the_readme_composes(command: list[str]) -> None:
+    """CI runs the smoke experiment and the report for real; here no command may have a stale key."""
+    overrides = [word for word in command[3:] if word not in ("-m", "--help")]
+    # A sweep's first job stands for all.
+    first = [word if "[" in word else word.split(",")[0] for word in overrides]
+    assert composed(*first)
