@@ -11,7 +11,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 
 from dspark_lab.__main__ import config_folder, refuse_swept_stages
-from dspark_lab.pipeline import build, requested_stages
+from dspark_lab.pipeline import requested_stages
+from dspark_lab.pipeline.build import build
 
 GROUPS = sorted(path for path in config_folder().iterdir() if path.is_dir())
 OPTIONS = [(group.name, file.stem) for group in GROUPS for file in sorted(group.glob("*.yaml"))]

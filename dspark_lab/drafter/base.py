@@ -20,7 +20,7 @@ from dspark_lab.drafter.losses import LossTerms, walk_chunks
 from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
 from dspark_lab.records import Batch, Proposal, Sampling, TargetSpec
 from dspark_lab.target.protocol import TargetHead
-from dspark_lab.training.optimizers import AdamW, WarmupCosine
+from dspark_lab.training.optimizers import OptimizerRecipe, WarmupCosine
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Borrowed:
 class Recipe:
     """How a drafter is trained, whatever its algorithm. ``seed`` keys its anchors."""
 
-    optimizer: AdamW
+    optimizer: OptimizerRecipe
     lr_schedule: WarmupCosine
     seed: int
 

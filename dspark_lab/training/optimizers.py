@@ -1,6 +1,7 @@
 """Optimizers and lr schedules as plain recipes: typed values that build the torch object when the module is ready."""
 
 import math
+from typing import Protocol
 
 from torch import nn
 from torch.optim import AdamW as TorchAdamW
@@ -8,6 +9,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from dspark_lab.validation import checked
+
+
+class OptimizerRecipe(Protocol):
+    """What a recipe must do: one torch optimizer over the module's trainable parameters."""
+
+    def build(self, module: nn.Module) -> Optimizer: ...
 
 
 class AdamW:

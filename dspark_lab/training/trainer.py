@@ -22,6 +22,7 @@ def build_trainer(
     run_dir: Path,
     loggers: list[Logger],
     callbacks: list[Callback],
+    monitor: str,
     max_steps: int,
     val_every_steps: int,
     checkpoint_every_steps: int,
@@ -44,7 +45,7 @@ def build_trainer(
     return L.Trainer(
         default_root_dir=run_dir,
         logger=loggers,
-        callbacks=[*callbacks, *checkpoints(run_dir, every_steps=checkpoint_every_steps)],
+        callbacks=[*callbacks, *checkpoints(run_dir, monitor, every_steps=checkpoint_every_steps)],
         max_steps=max_steps,
         max_epochs=-1,
         check_val_every_n_epoch=None,
@@ -62,8 +63,8 @@ def build_trainer(
     )
 
 
-def checkpoints(run_dir: Path, *, every_steps: int) -> Sequence[ModelCheckpoint]:
-    """``last.ckpt`` every few steps, to resume from; ``best.ckpt`` by replayed acceptance, to evaluate."""
+def checkpoints(run_dir: Path, monitor: str, *, every_steps: int) -> Sequence[ModelCheckpoint]:
+    """``last.ckpt`` every few steps, to resume from; ``best.ckpt`` by the acceptance in ``monitor``, to evaluate."""
     folder = run_dir / CHECKPOINT_FOLDER
     return [
         ModelCheckpoint(
@@ -77,7 +78,7 @@ def checkpoints(run_dir: Path, *, every_steps: int) -> Sequence[ModelCheckpoint]
         ModelCheckpoint(
             dirpath=folder,
             filename="best",
-            monitor="val/acceptance_length",
+            monitor=monitor,
             mode="max",
             save_top_k=1,
             save_weights_only=True,

@@ -1,0 +1,31 @@
+"""From a node of the Hydra config to an object, with errors that name the config key."""
+
+from collections.abc import Callable
+from typing import Any
+
+import hydra
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig
+from pydantic import ValidationError
+
+
+def build(config: DictConfig, key: str, **extra: Any) -> Any:
+    """Instantiate ``config[key]``. Errors name the config key.
+
+    Raises:
+        ValueError: the constructor refused a value.
+    """
+    try:
+        made: Callable[..., Any] = hydra.utils.instantiate(config[key], _convert_="all", _partial_=True)
+        return made(**extra)
+    except ValidationError as error:
+        problems = [
+            f"{key}.{'.'.join(map(str, problem['loc']))}={problem['input']!r}: {problem['msg']}"
+            for problem in error.errors()
+        ]
+        raise ValueError("; ".join(problems)) from error
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        raise ValueError(f"{str(error).rsplit('full_key: ', 1)[-1] or key}: {cause}") from error
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error

@@ -1,0 +1,145 @@
+"""The objects of one run, each built from the config when a stage first needs it."""
+
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+from dspark_lab.data.answers import AnswerBook
+from dspark_lab.data.corpus import Corpus
+from dspark_lab.data.datamodule import HiddenStateDataModule
+from dspark_lab.data.packing import SampleOutline
+from dspark_lab.data.prompts import Splits, disjoint
+from dspark_lab.data.vocabulary import DraftVocabulary, build_draft_vocabulary, count_supervised_tokens
+from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
+from dspark_lab.evaluation.recipe import Benchmark, Evaluation
+from dspark_lab.pipeline.build import build
+from dspark_lab.progress import console
+from dspark_lab.records import Conversation, Sampling, TokenizedConversation
+from dspark_lab.report.results import RunInfo
+from dspark_lab.run import Run
+from dspark_lab.store.protocol import HiddenStateStore, Manifest
+from dspark_lab.target.chat import tokenize
+from dspark_lab.target.huggingface import HuggingFaceTarget
+
+
+class Parts:
+    """What the stages of one run share. Building it checks data, benchmark and evaluation; nothing heavy is loaded."""
+
+    def __init__(self, config: DictConfig, run: Run, info: RunInfo) -> None:
+        self.config, self.run, self.info = config, run, info
+        self.home = Path(config.home).expanduser()
+        self.corpus: Corpus = build(config, "data")
+        self.benchmark: Benchmark = build(config, "benchmark")
+        self.evaluation: Evaluation = build(config, "evaluate")
+
+    def close(self) -> None:
+        """Publish what the store still buffers."""
+        if "store" in self.__dict__:
+            self.store.close()
+
+    @cached_property
+    def target(self) -> HuggingFaceTarget:
+        return build(self.config, "engine")
+
+    @cached_property
+    def splits(self) -> Splits:
+        found = disjoint(train=self.corpus.train, validation=self.corpus.validation, evaluation=self.benchmark.prompts)
+        for reason, count in found.dropped.items():
+            console.print(f"prompts: {count} dropped ({reason})")
+        return found
+
+    @cached_property
+    def assigned(self) -> dict[str, list[tuple[Conversation, Sampling | None]]]:
+        """Each split's prompts with the sampling of their answers; None where the conversation brings its own."""
+        splits, mix = self.splits, self.corpus.mix
+        return {
+            "train": list(mix.assign(splits.train)) if mix else [(c, None) for c in splits.train],
+            "validation": [(c, self.corpus.greedy if mix else None) for c in splits.validation],
+            "evaluation": [(c, self.evaluation.sampling) for c in splits.evaluation],
+        }
+
+    @cached_property
+    def book(self) -> AnswerBook:
+        spec = self.target.spec
+        return AnswerBook(self.home / "answers", fingerprint=spec.fingerprint, template_hash=spec.template_hash)
+
+    @cached_property
+    def conversations(self) -> dict[str, list[Conversation]]:
+        answered = {}
+        for split, pairs in self.assigned.items():
+            found = [c if s is None else self.book.get(c, s) for c, s in pairs]
+            answered[split] = [conversation for conversation in found if conversation is not None]
+            if len(answered[split]) < len(pairs):
+                raise ValueError(
+                    f"{len(pairs) - len(answered[split])} of {len(pairs)} {split} prompts have no answer yet: add "
+                    "regenerate to stages"
+                )
+        return answered
+
+    @cached_property
+    def tokenized(self) -> dict[str, list[TokenizedConversation]]:
+        thinking = self.corpus.enable_thinking
+        return {
+            split: [tokenize(c, self.target.tokenizer, enable_thinking=thinking) for c in conversations]
+            for split, conversations in self.conversations.items()
+        }
+
+    @cached_property
+    def store(self) -> HiddenStateStore:
+        engine = self.info.choices["engine"]
+        manifest = Manifest.for_target(self.target.spec, engine=engine, dtype=self.config.capture.dtype)
+        if self.info.choices["store"] == "memory":
+            return build(self.config, "store", manifest=manifest)
+        return build(self.config, "store", root=self.home / "states" / manifest.content_hash, manifest=manifest)
+
+    @cached_property
+    def vocabulary(self) -> DraftVocabulary:
+        return build_draft_vocabulary(
+            self.token_counts,
+            vocab_size=self.target.spec.vocab_size,
+            draft_vocab_size=self.corpus.draft_vocab_size,
+        )
+
+    @cached_property
+    def token_counts(self) -> torch.Tensor:
+        return count_supervised_tokens(self.tokenized["train"], vocab_size=self.target.spec.vocab_size)
+
+    @property
+    def coverage(self) -> float:
+        return self.vocabulary.coverage(self.token_counts)
+
+    @cached_property
+    def datamodule(self) -> HiddenStateDataModule:
+        return HiddenStateDataModule(
+            store=self.store,
+            train=[SampleOutline.of(conversation) for conversation in self.tokenized["train"]],
+            validation=[SampleOutline.of(conversation) for conversation in self.tokenized["validation"]],
+            row_tokens=self.corpus.row_tokens,
+            rows_per_batch=self.corpus.rows_per_batch,
+            num_workers=self.corpus.num_workers,
+            prefetch_factor=self.corpus.prefetch_factor,
+            seed=self.config.seed,
+        )
+
+    @cached_property
+    def drafter(self) -> Drafter:
+        recipe = Recipe(
+            optimizer=build(self.config, "optimizer"),
+            lr_schedule=build(self.config, "lr_schedule"),
+            seed=self.config.seed,
+        )
+        borrowed = Borrowed(self.target.spec, self.target.head(), self.vocabulary)
+        drafter = build(self.config, "drafter", borrowed=borrowed, recipe=recipe)
+        return drafter.float()
+
+
+def packaged(name: str) -> Path:
+    """Path of answers that ship with the package."""
+    path = Path(str(files("dspark_lab"))) / "assets" / f"{name}.jsonl.gz"
+    if not path.exists():
+        shipped = ", ".join(sorted(p.name.removesuffix(".jsonl.gz") for p in path.parent.glob("*.jsonl.gz"))) or "none"
+        raise ValueError(f"data.packaged_answers={name!r} is not shipped (there is: {shipped}); set it to null")
+    return path

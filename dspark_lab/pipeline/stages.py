@@ -1,0 +1,299 @@
+"""The stages. Each is a function of a run's parts and of what lies on disk; it can be run alone and taken up again.
+
+They return what ``StageRecord`` says of a stage (accounting by reason) and the stage's metrics.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from omegaconf import DictConfig
+
+from dspark_lab.drafter.base import Drafter
+from dspark_lab.evaluation.acceptance import acceptance_metrics
+from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode
+from dspark_lab.evaluation.replay import evaluate_replay
+from dspark_lab.pipeline.build import build
+from dspark_lab.pipeline.parts import Parts, packaged
+from dspark_lab.progress import console, track
+from dspark_lab.records import Conversation, Metric, Sampling, TokenizedConversation, Trace
+from dspark_lab.report.html import write_report
+from dspark_lab.report.lightning_logger import JsonLinesLogger
+from dspark_lab.report.metrics_log import read_metrics
+from dspark_lab.report.vocabulary import metric
+from dspark_lab.run import Run
+from dspark_lab.training.callbacks import Accounting, StepProgress, StopOnNonFiniteLoss
+
+Outcome = tuple[dict[str, Any], list[Metric]]
+
+
+def regenerate(parts: Parts) -> Outcome:
+    """The target answers every prompt that has no recorded answer yet."""
+    assigned = [pair for split in parts.assigned.values() for pair in split]
+    events: dict[str, int] = {}
+    if parts.corpus.regenerate and parts.corpus.packaged_answers:
+        seeding = parts.book.seed_from(packaged(parts.corpus.packaged_answers))
+        if seeding.refused:
+            console.print(f"shipped answers are not used: {seeding.refused}")
+        elif seeding.num_copied:
+            events["taken from the shipped answers"] = seeding.num_copied
+        if seeding.num_copied and parts.corpus.num_checked:
+            events |= _check_packaged(parts)
+    missing = [(p, s) for p, s in assigned if s is not None and parts.book.get(p, s) is None]
+    known = len(assigned) - len(missing)
+    if known:
+        console.print(f"regenerate: {known} of {len(assigned)} answers are there already")
+    metrics = _answer(parts, missing)
+    conversations = [c for split in parts.conversations.values() for c in split]
+    lengths = sum(c.finish == "length" for c in conversations)
+    if lengths:
+        events["stopped by max_new_tokens"] = lengths
+    events["regenerated"] = len(missing)
+    dropped = parts.splits.dropped
+    num_in = len(assigned) + sum(dropped.values())
+    return {"num_in": num_in, "num_out": len(conversations), "dropped": dropped, "events": events}, metrics
+
+
+def capture(parts: Parts) -> Outcome:
+    """The target's states of every conversation that the store does not hold yet."""
+    store, wanted = parts.store, {c.key: c for split in parts.tokenized.values() for c in split}
+    given = sum(len(split) for split in parts.tokenized.values())
+    there = set(store.keys())
+    missing = [conversation for key, conversation in wanted.items() if key not in there]
+    num_tokens = sum(len(conversation) for conversation in missing)
+    size = store.estimate_bytes(num_tokens, num_samples=len(missing))
+    console.print(
+        f"capture: {len(wanted) - len(missing)} of {len(wanted)} conversations are there already; "
+        f"{num_tokens} tokens, {size / 2**20:.0f} MiB to come"
+    )
+    store.ensure_room(size)
+    started = time.monotonic()
+    for key, sample in track(parts.target.capture(missing), "capture", total=len(missing)):
+        store.put(key, sample)
+    store.sync()
+    supervised = sum(int(conversation.loss_mask.sum()) for conversation in wanted.values())
+    metrics = [
+        metric("num_conversations", len(wanted), origin="measured"),
+        metric("num_supervised_tokens", supervised, origin="measured"),
+        metric("stored_bytes", store.estimate_bytes(sum(map(len, wanted.values())), num_samples=len(wanted)),
+               origin="measured"),
+    ]  # fmt: skip
+    if missing:
+        speed = num_tokens / (time.monotonic() - started)
+        metrics.append(metric("capture_tokens_per_s", speed, origin="measured"))
+    dropped = {"same content as another conversation": given - len(wanted)} if given > len(wanted) else {}
+    events = {"captured": len(missing), "already in the store": len(wanted) - len(missing)}
+    return {"num_in": given, "num_out": len(wanted), "dropped": dropped, "events": events}, metrics
+
+
+def train(parts: Parts) -> Outcome:
+    """Fit the drafter; a checkpoint of an earlier try is gone on from."""
+    data = parts.datamodule
+    drafter = parts.drafter
+    accounting = Accounting()
+    watchers = [accounting, StopOnNonFiniteLoss(), StepProgress()]
+    monitor = "val/acceptance_length_estimate"
+    if parts.corpus.regenerate:  # else no sampling is recorded, and only the target's own answers can be replayed
+        monitor = "val/acceptance_length"
+        replayed = {"conversations": parts.tokenized["validation"], "read_sample": parts.store.get}
+        watchers.append(build(parts.config, "callbacks", **replayed, seed=parts.config.seed))
+    loggers = [
+        JsonLinesLogger(directory=parts.run.directory),
+        build(parts.config, "logger", run_dir=parts.run.directory, run_name=parts.run.name),
+    ]
+    trainer: L.Trainer = build(
+        parts.config,
+        "trainer",
+        run_dir=parts.run.directory,
+        loggers=loggers,
+        callbacks=watchers,
+        monitor=monitor,
+    )
+    last = parts.run.checkpoints / "last.ckpt"
+    if last.exists():
+        console.print(f"train: going on from step {checkpoint_step(last)} of {trainer.max_steps} ({last})")
+    trainer.fit(drafter, datamodule=data, ckpt_path=last if last.exists() else None, weights_only=True)
+    counts = data.train_counts
+    metrics = [
+        metric("num_parameters", sum(p.numel() for p in drafter.parameters()), origin="measured"),
+        metric("num_train_steps", trainer.global_step, origin="measured"),
+        metric("num_train_tokens", accounting.tokens, origin="measured"),
+        metric("train_time_s", training_time_s(parts.run.directory), origin="measured"),
+        metric("draft_vocabulary_coverage", parts.coverage, origin="measured"),
+    ]
+    dropped = {
+        "no supervised token": counts.skipped_without_supervised_tokens,
+        "supervised only beyond row_tokens": counts.skipped_by_truncation,
+        "same content as another conversation": counts.duplicates,
+    }
+    return {
+        "num_in": len(parts.tokenized["train"]),
+        "num_out": counts.num_samples,
+        "dropped": {reason: count for reason, count in dropped.items() if count},
+        "events": {"truncated to row_tokens": counts.truncated} if counts.truncated else {},
+    }, metrics
+
+
+def evaluate(parts: Parts) -> Outcome:
+    """Acceptance of the trained drafter on the benchmark's prompts, by replay and by real decoding."""
+    drafter, checkpoint = _trained(parts)
+    recipe = parts.evaluation
+    num_draft_tokens = recipe.num_draft_tokens or drafter.num_draft_tokens
+    prompts = parts.tokenized["evaluation"]
+    setting = {
+        "benchmark": parts.benchmark.name,
+        "temperature": recipe.sampling.temperature,
+        "top_k": recipe.sampling.top_k,
+        "top_p": recipe.sampling.top_p,
+        "max_new_tokens": recipe.sampling.max_new_tokens,
+        "num_draft_tokens": num_draft_tokens,
+        "engine": parts.info.choices["engine"],
+        "checkpoint": checkpoint,
+    }
+    metrics: list[Metric] = []
+    traces: dict[str, Sequence[Trace]] = {}
+    dropped: Mapping[str, int] = {}
+    if "replay" in recipe.modes:
+        replayed = evaluate_replay(
+            drafter,
+            parts.store.get,
+            prompts[: recipe.num_replay_prompts],
+            sampling=recipe.sampling,
+            num_draft_tokens=num_draft_tokens,
+            target_head=drafter.target_head,
+            eos_token_ids=parts.target.spec.eos_token_ids,
+            seed=recipe.seed,
+            progress=track,
+        )
+        traces["replayed"], dropped = replayed.traces, replayed.refused
+    if "decode" in recipe.modes:
+        decoded = evaluate_decode(
+            parts.target,
+            drafter,
+            [prompt_only(conversation) for conversation in prompts[: recipe.num_decode_prompts]],
+            sampling=recipe.sampling,
+            num_draft_tokens=num_draft_tokens,
+            seed=recipe.seed,
+            progress=track,
+        )
+        traces["measured"] = decoded.traces
+        metrics += loop_metrics(decoded, setting)
+    for origin, found in traces.items():
+        metrics += acceptance_metrics(found, setting=setting, origin=origin, seed=recipe.seed)
+    save_traces(parts.run.traces, traces)
+    counted = traces.get("replayed", traces.get("measured", ()))
+    record = {"num_in": len(counted) + sum(dropped.values()), "num_out": len(counted), "dropped": dropped}
+    return {**record, "unit": "prompts"}, metrics
+
+
+def report(parts: Parts) -> Outcome:
+    """The comparison of ``report.runs``, or this run alone."""
+    compare(parts.config, parts.run)
+    return {}, []
+
+
+def compare(config: DictConfig, opened: Run | None = None) -> None:
+    """Print and write the comparison of ``report.runs`` (or of the run at hand) into ``report.out`` (or its folder)."""
+    runs = [Path(entry) for entry in config.report.runs] or ([opened.directory] if opened else [])
+    out = Path(config.report.out) if config.report.out else (opened.directory if opened else Path(config.run.root))
+    path = write_report(runs, out, title=opened.name if opened else "Comparison of drafters", console=console)
+    if config.expect:
+        console.print(config.expect)
+    console.print(f"report: {path}")
+
+
+def prompt_only(conversation: TokenizedConversation) -> TokenizedConversation:
+    """Everything before the last answer."""
+    start = int(conversation.loss_mask.nonzero()[0])
+    return TokenizedConversation(
+        conversation.id, conversation.token_ids[:start], conversation.loss_mask[:start], conversation.domain
+    )
+
+
+def training_time_s(run_dir: Path) -> float:
+    """Wall clock of training, the parts before a resume included."""
+    return max((line["time_s"] for line in read_metrics(run_dir)), default=0.0)
+
+
+def checkpoint_step(path: Path) -> int:
+    return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])
+
+
+def loop_metrics(decoded: DecodeResult, setting: Mapping[str, Any]) -> list[Metric]:
+    """Speed and text equality of real decoding."""
+    found = []
+    if decoded.mismatch_rate is not None:
+        found.append(metric("greedy_mismatch_rate", decoded.mismatch_rate, origin="measured", setting=setting,
+                            num_samples=len(decoded.traces)))  # fmt: skip
+    if decoded.timing is not None:
+        speeds = {
+            "loop_tokens_per_s": decoded.timing.speculative_tokens_per_s,
+            "loop_plain_tokens_per_s": decoded.timing.plain_tokens_per_s,
+            "loop_speedup": decoded.timing.speedup,
+        }
+        found += [
+            metric(name, value, origin="measured", setting=setting, num_samples=len(decoded.timing.prompts))
+            for name, value in speeds.items()
+        ]
+    return found
+
+
+def save_traces(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:
+    """One JSON line a prompt and origin: every verify step at full width, for later stages."""
+    with path.open("w", encoding="utf-8") as file:
+        for origin, found in traces.items():
+            for trace in found:
+                file.write(json.dumps({"origin": origin, **asdict(trace)}) + "\n")
+
+
+def _trained(parts: Parts) -> tuple[Drafter, str]:
+    """The drafter with the weights of the checkpoint to evaluate, and which one that is."""
+    names = [parts.evaluation.checkpoint, "last"]
+    found = [name for name in names if (parts.run.checkpoints / f"{name}.ckpt").exists()]
+    if not found:
+        raise ValueError(f"{parts.run.checkpoints} holds no checkpoint: add train to stages")
+    path = parts.run.checkpoints / f"{found[0]}.ckpt"
+    parts.drafter.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return parts.drafter.to(device).eval(), f"{found[0]}, step {checkpoint_step(path)}"
+
+
+def _answer(parts: Parts, missing: Sequence[tuple[Conversation, Sampling]]) -> list[Metric]:
+    started, num_tokens = time.monotonic(), 0
+    for sampling in dict.fromkeys(sampling for _, sampling in missing):
+        prompts = [prompt for prompt, wanted in missing if wanted == sampling]
+        how = "greedy" if sampling.greedy else f"T={sampling.temperature:g}"
+        answers = parts.target.regenerate(prompts, sampling=sampling)
+        for answer in track(answers, f"regenerate ({how})", total=len(prompts)):
+            parts.book.add([answer])
+            num_tokens += len(answer.answer_token_ids or ())
+    if not num_tokens:
+        return []
+    return [metric("regenerate_tokens_per_s", num_tokens / (time.monotonic() - started), origin="measured")]
+
+
+def _check_packaged(parts: Parts) -> dict[str, int]:
+    """Write some shipped greedy answers again; on other hardware a near tie may fall the other way."""
+    greedy = [(p, s) for p, s in parts.assigned["validation"] if s is not None and s.greedy]
+    shipped = {p.id: parts.book.get(p, s) for p, s in greedy if parts.book.get(p, s) is not None}
+    chosen = [p for p, _ in greedy if p.id in shipped][: parts.corpus.num_checked]
+    answers = parts.target.regenerate(chosen, sampling=parts.corpus.greedy)
+    again = list(track(answers, "check of shipped answers", total=len(chosen)))
+    same = sum(shipped[a.id].answer_token_ids == a.answer_token_ids for a in again)
+    console.print(f"check: {same} of {len(again)} shipped answers were written again token for token")
+    return {"checked against shipped": len(again), "differing from shipped": len(again) - same}
+
+
+STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
+    "regenerate": regenerate,
+    "capture": capture,
+    "train": train,
+    "evaluate": evaluate,
+    "report": report,
+}
+"""In the order of the way through."""
