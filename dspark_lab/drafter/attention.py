@@ -44,7 +44,8 @@ def attend(
     Shapes: query [Q, Hq, D]; context keys and values [N, Hkv, D]; each of ``own`` [Q, Hkv, D]. Returns [Q, Hq, D].
     """
     if query.shape[0] == 0:
-        return torch.empty_like(query)
+        # Still a function of all inputs: DDP waits for a gradient of every parameter, from ranks without anchors too.
+        return query + torch.stack([tensor.sum() for pair in (context, *own) for tensor in pair]).sum()
     if query.is_cuda:
         return _attend_flex(query, context, own, visibility)
     step = max(CHUNK // visibility.group_size, 1) * visibility.group_size
@@ -97,7 +98,7 @@ def _attend_flex(
     value = torch.cat([context[1], *(v for _, v in own)])
     mask = create_block_mask(visible, None, None, num_queries, key.shape[0], device=str(query.device))
     kernel = torch.compile(flex_attention, dynamic=True) if query.is_cuda else flex_attention
-    heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    out = kernel(*heads_first, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    out = kernel(q, k, v, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
     assert isinstance(out, Tensor)
     return out[0].transpose(0, 1)

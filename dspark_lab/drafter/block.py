@@ -1,5 +1,8 @@
 """The backbone that block drafters share: all slots of a block at once, over the target's states before its anchor."""
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -43,7 +46,8 @@ class BlockDrafter(Drafter):
         self.register_buffer("decay", exponential_decay(self.num_draft_tokens, decay_gamma), persistent=False)
         self.fc = nn.Linear(len(target.layer_ids) * target.hidden_size, target.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(num_layers))
+        layers = nn.ModuleList(BlockLayer(config) for _ in range(num_layers))
+        self.layers = cast(Sequence[BlockLayer], layers)  # a ModuleList has no type of its members
         self.norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
         self.rotary = Rotary(config)
 
@@ -84,7 +88,8 @@ class BlockDrafter(Drafter):
         for layer, keys_values in zip(self.layers, context, strict=True):
             states = layer(states, rope, keys_values, visibility)
         hidden = self.norm(states).unflatten(0, token_ids.shape)
-        return hidden if self.sample_from_anchor else hidden[:, 1:]
+        # Contiguous: a strided input makes F.linear a batch of small products, at a third of the speed.
+        return hidden if self.sample_from_anchor else hidden[:, 1:].contiguous()
 
     def draft_block(self, context: DraftContext) -> Tensor:
         """Hidden states [S, H] of the block at the context's anchor; its new states go into the cache, the block does not.

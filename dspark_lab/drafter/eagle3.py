@@ -5,6 +5,9 @@ Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Mo
 its own hidden state, beside the true token i + 1 + t.
 """
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +45,8 @@ class Eagle3(Drafter):
         self.ttt_steps, self.num_draft_tokens = ttt_steps, num_draft_tokens
         self.register_buffer("step_weights", step_decay ** torch.arange(ttt_steps).float(), persistent=False)
         self.fc = nn.Linear(len(target.layer_ids) * target.hidden_size, target.hidden_size, bias=False)
-        self.layers = nn.ModuleList(ChainLayer(config, first=index == 0) for index in range(num_layers))
+        layers = nn.ModuleList(ChainLayer(config, first=index == 0) for index in range(num_layers))
+        self.layers = cast(Sequence[ChainLayer], layers)  # a ModuleList has no type of its members
         self.norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
         self.rotary = Rotary(config)
         initialise(self)

@@ -65,6 +65,7 @@ class DraftAttention(nn.Module):
 
     def __init__(self, config: Qwen3Config, *, input_size: int, qk_norm: bool) -> None:
         super().__init__()
+        assert config.num_key_value_heads is not None
         self.head_dim = config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim

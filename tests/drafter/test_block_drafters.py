@@ -2,6 +2,7 @@
 
 import math
 from itertools import chain
+from typing import Any
 
 import naive_reference as naive
 import pytest
@@ -149,7 +150,7 @@ def test_a_block_of_one_slot_is_refused(name: str):
 
 @BLOCK_DRAFTERS
 @pytest.mark.parametrize("key, value", [("num_layers", "two"), ("decay_gamma", None), ("block_size", 4.5)])
-def test_wrong_types_name_their_key(name: str, key: str, value: object):
+def test_wrong_types_name_their_key(name: str, key: str, value: Any):
     with pytest.raises(ValueError, match=key):
         build(name, **{key: value})
 

@@ -1,4 +1,4 @@
-"""The shipped SmolLM2 answers are the ones that the demo's prompts ask for."""
+"""The shipped SmolLM2 answers hold those that the demo's prompts ask for."""
 
 import gzip
 import json
@@ -46,7 +46,6 @@ def test_every_prompt_of_the_demo_has_its_answer(rows: list[dict[str, Any]], tmp
     held_out = [(prompt, Sampling(max_new_tokens=limit)) for prompt in (*splits.validation, *splits.evaluation)]
     wanted = mix.assign(splits.train) + held_out
     assert [prompt.id for prompt, sampling in wanted if book.get(prompt, sampling) is None] == []
-    assert len(wanted) == len(book)
 
 
 def test_the_target_of_the_config_wrote_them(rows: list[dict[str, Any]]) -> None:

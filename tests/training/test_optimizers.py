@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dspark_lab.training.optimizers import AdamW, WarmupCosine
+from dspark_lab.training.optimizers import AdamW, OptimizerRecipe, WarmupCosine
 
 
 def adamw(**overrides) -> AdamW:
@@ -42,6 +42,12 @@ def test_decay_shrinks_matrices_alone():
     for name, parameter in network.named_parameters():
         factor = 1 - 0.5 * 0.1 if name in ("linear.weight", "embedding.weight") else 1.0
         assert torch.allclose(parameter, factor * before[name], rtol=1e-6), name
+
+
+def test_a_recipe_is_what_builds_an_optimizer():
+    """The check that a drafter's constructor makes."""
+    assert isinstance(adamw(), OptimizerRecipe)
+    assert not isinstance(1e-3, OptimizerRecipe)
 
 
 def test_recipe_values_may_come_from_yaml():
