@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
-DRAFTERS ?= eagle3,dflash,dspark
+DRAFTERS ?= dflash,dspark,eagle3
 # -m "not slow" for the fast tests alone
 PYTEST_ARGS ?=
 

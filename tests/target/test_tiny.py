@@ -134,7 +134,17 @@ def test_greedy_answers_end_by_themselves_and_are_plain_text(
     assert len({tuple(answer) for answer in answers}) == len(answers)
 
 
-def test_it_has_learnt_to_copy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    words = "river, stone, apple, train, lamp"
-    prompt = tokenize_prompt([{"role": "user", "content": f"Repeat these words: {words}."}], tokenizer)
-    assert tokenizer.decode(greedy(model, prompt)) == f"The words are {words}. The last word is lamp.<|im_end|>"
+def test_answers_depend_on_the_prompt_and_follow_its_template(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """It is made to be drafted for: its answers take the form that the question asks for, right or wrong."""
+    asked = {
+        "Sort from small to large: 9, 4, 7.": "From small to large",
+        "Repeat these words: river, stone, apple.": "The words are",
+        "Please count forward from 28 to 42 in steps of 2.": "",
+    }
+    answers = [
+        tokenizer.decode(greedy(model, tokenize_prompt([{"role": "user", "content": q}], tokenizer))) for q in asked
+    ]
+    assert len(set(answers)) == len(asked)
+    assert [a.startswith(start) for a, start in zip(answers, asked.values(), strict=True)] == [True] * 3, answers
