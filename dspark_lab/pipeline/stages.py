@@ -28,6 +28,7 @@ from dspark_lab.report.metrics_log import read_metrics
 from dspark_lab.report.vocabulary import metric
 from dspark_lab.run import Run
 from dspark_lab.training.callbacks import Accounting, StepProgress, StopOnNonFiniteLoss
+from dspark_lab.training.loggers import finish_wandb
 
 Outcome = tuple[dict[str, Any], list[Metric]]
 
@@ -117,7 +118,14 @@ def train(parts: Parts) -> Outcome:
     last = parts.run.checkpoints / "last.ckpt"
     if last.exists():
         console.print(f"train: going on from step {checkpoint_step(last)} of {trainer.max_steps} ({last})")
-    trainer.fit(drafter, datamodule=data, ckpt_path=last if last.exists() else None, weights_only=True)
+    for logger in loggers:
+        logger.log_hyperparams(parts.info.config)
+    failed = True
+    try:
+        trainer.fit(drafter, datamodule=data, ckpt_path=last if last.exists() else None, weights_only=True)
+        failed = False
+    finally:
+        finish_wandb(failed=failed)
     counts = data.train_counts
     metrics = [
         metric("num_parameters", sum(p.numel() for p in drafter.parameters()), origin="measured"),
@@ -279,7 +287,8 @@ def _answer(parts: Parts, missing: Sequence[tuple[Conversation, Sampling]]) -> l
 
 def _check_packaged(parts: Parts) -> dict[str, int]:
     """Write some shipped greedy answers again; on other hardware a near tie may fall the other way."""
-    greedy = [(p, s) for p, s in parts.assigned["validation"] if s is not None and s.greedy]
+    assigned = [pair for split in parts.assigned.values() for pair in split]
+    greedy = [(p, s) for p, s in assigned if s == parts.corpus.greedy]
     shipped = {p.id: parts.book.get(p, s) for p, s in greedy if parts.book.get(p, s) is not None}
     chosen = [p for p, _ in greedy if p.id in shipped][: parts.corpus.num_checked]
     answers = parts.target.regenerate(chosen, sampling=parts.corpus.greedy)

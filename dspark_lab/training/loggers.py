@@ -1,6 +1,7 @@
 """Weights & Biases, switched on by ``logger=wandb``."""
 
 import os
+import sys
 from pathlib import Path
 
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
@@ -29,3 +30,9 @@ def wandb_logger(*, run_dir: Path, run_name: str, project: str, entity: str | No
         )
     except ModuleNotFoundError as error:
         raise ValueError('logger=wandb needs W&B: pip install "dspark_lab[wandb]"') from error
+
+
+def finish_wandb(*, failed: bool) -> None:
+    """End the W&B run, if there is one: else the next job of a sweep in this process would go on in it."""
+    if "wandb" in sys.modules:
+        sys.modules["wandb"].finish(exit_code=int(failed))
