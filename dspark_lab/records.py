@@ -6,8 +6,8 @@ K drafted tokens of one proposal, V target vocabulary, V_d draft vocabulary.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -158,20 +158,20 @@ class Batch:
         return int(self.loss_mask.sum())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        moved = {
-            name: value.to(device, non_blocking=non_blocking) if isinstance(value, Tensor) else value
-            for name in self.__slots__
-            for value in [getattr(self, name)]
-        }
-        return Batch(**moved)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        return Batch(
-            **{
-                name: value.pin_memory() if isinstance(value, Tensor) else value
-                for name in self.__slots__
-                for value in [getattr(self, name)]
-            }
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> "Batch":
+        return replace(
+            self,
+            token_ids=fn(self.token_ids),
+            loss_mask=fn(self.loss_mask),
+            document_ids=fn(self.document_ids),
+            position_ids=fn(self.position_ids),
+            hidden_states=fn(self.hidden_states),
+            last_hidden_state=fn(self.last_hidden_state),
         )
 
 

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import transformers
@@ -31,8 +31,7 @@ def run(config: DictConfig) -> float | None:
     if stages == ["report"] and config.report.runs:
         compare(config)
         return None
-    resolved = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(resolved, dict)
+    resolved = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     choices = {str(group): str(choice) for group, choice in HydraConfig.get().runtime.choices.items()}
     name, config_hash = name_run(resolved, experiment=choices.get("experiment"), drafter=choices["drafter"])
     L.seed_everything(config.seed, workers=True, verbose=False)

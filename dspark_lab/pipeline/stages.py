@@ -287,13 +287,14 @@ def _answer(parts: Parts, missing: Sequence[tuple[Conversation, Sampling]]) -> l
 
 def _check_packaged(parts: Parts) -> dict[str, int]:
     """Write some shipped greedy answers again; on other hardware a near tie may fall the other way."""
-    assigned = [pair for split in parts.assigned.values() for pair in split]
-    greedy = [(p, s) for p, s in assigned if s == parts.corpus.greedy]
-    shipped = {p.id: parts.book.get(p, s) for p, s in greedy if parts.book.get(p, s) is not None}
-    chosen = [p for p, _ in greedy if p.id in shipped][: parts.corpus.num_checked]
-    answers = parts.target.regenerate(chosen, sampling=parts.corpus.greedy)
+    greedy = parts.corpus.greedy
+    prompts = [prompt for split in parts.assigned.values() for prompt, sampling in split if sampling == greedy]
+    found = [answer for prompt in prompts if (answer := parts.book.get(prompt, greedy)) is not None]
+    shipped = {answer.id: answer.answer_token_ids for answer in found[: parts.corpus.num_checked]}
+    chosen = [prompt for prompt in prompts if prompt.id in shipped]
+    answers = parts.target.regenerate(chosen, sampling=greedy)
     again = list(track(answers, "check of shipped answers", total=len(chosen)))
-    same = sum(shipped[a.id].answer_token_ids == a.answer_token_ids for a in again)
+    same = sum(shipped[answer.id] == answer.answer_token_ids for answer in again)
     console.print(f"check: {same} of {len(again)} shipped answers were written again token for token")
     return {"checked against shipped": len(again), "differing from shipped": len(again) - same}
 

@@ -54,7 +54,9 @@ METRICS: Mapping[str, MetricKind] = {
     "num_new_tokens": MetricKind("tokens", "Tokens written, summed over the prompts, the first one of each included."),
     "num_drafted_tokens": MetricKind("tokens", "Draft tokens offered to verification, summed over the verify steps."),
     "greedy_mismatch_rate": MetricKind(
-        "fraction", "Prompts whose speculative greedy answer differs from plain greedy decoding / prompts (0 in fp32)."
+        "fraction",
+        "Prompts whose speculative greedy answer differs from plain greedy decoding / prompts "
+        "(in fp32 only exact ties of the two best logits can differ).",
     ),
     "loop_tokens_per_s": MetricKind(
         "tokens/s",

@@ -108,9 +108,13 @@ class HuggingFaceTarget:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self.resolved.folder)
 
-    @cached_property
+    @property
     def spec(self) -> TargetSpec:
         """Read from config and tokenizer; no weights."""
+        return self._spec
+
+    @cached_property
+    def _spec(self) -> TargetSpec:
         has_file = (self.resolved.folder / "generation_config.json").is_file()
         return build_spec(
             self.config,

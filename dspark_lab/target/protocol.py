@@ -68,7 +68,8 @@ class Verifier(Protocol):
 
 
 class Target(Protocol):
-    spec: TargetSpec
+    @property
+    def spec(self) -> TargetSpec: ...
 
     def head(self) -> TargetHead: ...
 
