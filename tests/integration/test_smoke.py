@@ -22,7 +22,7 @@ DRAFTERS = ("eagle3", "dflash", "dspark")
 
 def command(folder: Path, *overrides: str) -> list[str]:
     root = f"run.root={folder / 'runs'}"
-    return [sys.executable, "-m", "dspark_lab", "+experiment=smoke", root, *overrides]
+    return [sys.executable, "-m", "dspark_lab", *overrides, "+experiment=smoke", root]
 
 
 def call(folder: Path, *overrides: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -147,9 +147,10 @@ def test_a_run_killed_in_each_stage_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["stages=evaluate"], "no answer yet: add regenerate to stages"),
+        (["stages=evaluate"], "no checkpoint: add train to stages"),
+        (["stages=train"], "no answer yet: add regenerate to stages"),
         (["engine.layer_ids=[3,1]"], "target.layer_ids"),
-        (["engine.mask_token_id=1"], "mask_token_id"),
+        (["engine.mask_token_id=2"], "mask_token_id"),
         (["benchmark.prompts.num_prompts=0"], "num_prompts=0"),
         (["data=jsonl", "data.train.path=nowhere.jsonl", "data.validation.path=nowhere.jsonl"], "nowhere.jsonl"),
         (["target.model=/no/such/folder"], "/no/such/folder"),
