@@ -12,6 +12,7 @@ CONFIG = {
     "home": "a",
     "run": {"root": "runs"},
     "logger": {"_target_": "x"},
+    "store": {"reserve_bytes": 1},
     "trainer": {"max_steps": 10, "gradient_clip": 1.0},
     "engine": {"model": "m", "home": "a"},
     "drafter": {"num_layers": 2},
@@ -29,6 +30,7 @@ def test_what_cannot_change_results_is_not_identity() -> None:
         home="b",
         run={"root": "elsewhere", "fresh": True},
         logger={"_target_": "y"},
+        store={"reserve_bytes": 2},
         trainer={"max_steps": 99, "gradient_clip": 1.0},
         engine={"model": "m", "home": "b"},
     )

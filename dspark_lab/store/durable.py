@@ -34,8 +34,8 @@ def require_room(folder: Path, num_bytes: int, *, reserve_bytes: int) -> None:
 def no_room(folder: Path, num_bytes: int, *, free_bytes: int, reserve_bytes: int) -> NoRoomError:
     return NoRoomError(
         f"{folder}: {num_bytes:,} bytes needed, {free_bytes:,} free, of which store.reserve_bytes={reserve_bytes:,} "
-        "stay free. Free some space, capture fewer tokens, or put the store on a larger disk (DSPARK_LAB_HOME or "
-        "store.root). What was published before stays readable, and the same command goes on from there."
+        "stay free. Free some space, capture fewer tokens, or put the store on a larger disk ("
+        "DSPARK_LAB_HOME). What was published before stays readable, and the same command goes on from there."
     )
 
 

@@ -124,7 +124,7 @@ class Manifest:
         if differences:
             raise ValueError(
                 f"{place} holds states of another capture ({'; '.join(differences)}). Run with the settings that it "
-                "was captured with, or give the run a store.root of its own (the default carries the manifest's hash)."
+                "was captured with, or set DSPARK_LAB_HOME to another folder (the store's own carries the manifest's hash)."
             )
 
 
