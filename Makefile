@@ -22,7 +22,7 @@ demo-full: eagle3_steps = 1000
 demo demo-full: experiment = $(subst -,_,$@)
 demo demo-full: .venv/.installed
 	$(BIN)/python -m dspark_lab -m +experiment=$(experiment) run.root=runs/$(experiment) drafter=dflash,dspark
-	$(BIN)/python -m dspark_lab +experiment=$(experiment) run.root=runs/$(experiment) drafter=eagle3 trainer.max_steps=$(eagle3_steps)
+	$(BIN)/python -m dspark_lab +experiment=$(experiment) run.root=runs/$(experiment) drafter=eagle3 trainer.max_steps=$(eagle3_steps) trainer.val_every_steps=100
 	$(BIN)/python -m dspark_lab +experiment=$(experiment) stages=report 'report.runs=[runs/$(experiment)]' report.out=runs/$(experiment)
 
 test: .venv/.installed

@@ -74,9 +74,10 @@ def capture(parts: Parts) -> Outcome:
     )
     store.ensure_room(size)
     started = time.monotonic()
-    for key, sample in track(parts.target.capture(missing), "capture", total=len(missing)):
-        store.put(key, sample)
-    store.sync()
+    if missing:  # else the target's weights need not be loaded at all
+        for key, sample in track(parts.target.capture(missing), "capture", total=len(missing)):
+            store.put(key, sample)
+        store.sync()
     supervised = sum(int(conversation.loss_mask.sum()) for conversation in wanted.values())
     metrics = [
         metric("num_conversations", len(wanted), origin="measured"),
