@@ -78,7 +78,7 @@ class DecodeResult:
 
     @property
     def mismatch_rate(self) -> float | None:
-        """Share of prompts whose speculative greedy text differs from the target's own; must be 0 in fp32."""
+        """Share of prompts whose speculative greedy text differs from the plain one; in fp32 only at exact ties."""
         return None if self.mismatches is None else len(self.mismatches) / len(self.traces)
 
 
