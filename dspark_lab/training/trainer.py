@@ -8,7 +8,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 
-from dspark_lab.target.precision import resolve_device, resolve_dtype
+from dspark_lab.target.precision import has_bfloat16, resolve_device
 from dspark_lab.validation import checked
 
 Precision = Literal["auto", "bf16-mixed", "32-true"]
@@ -90,5 +90,4 @@ def checkpoints(run_dir: Path, monitor: str, *, every_steps: int) -> Sequence[Mo
 def resolve_precision(precision: Precision) -> Literal["bf16-mixed", "32-true"]:
     if precision != "auto":
         return precision
-    fast = str(resolve_dtype("auto", resolve_device("auto"))) == "torch.bfloat16"
-    return "bf16-mixed" if fast else "32-true"
+    return "bf16-mixed" if has_bfloat16(resolve_device("auto")) else "32-true"
