@@ -32,7 +32,7 @@ def test_every_option_composes_and_resolves(group: str, option: str) -> None:
     assert OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
 
 
-BUILDABLE = ["data", "benchmark", "evaluate", "optimizer", "lr_schedule", "engine"]
+BUILDABLE = ["data", "benchmark", "evaluate", "loss", "optimizer", "lr_schedule", "engine"]
 
 
 @pytest.mark.parametrize("experiment", [file.stem for file in sorted((config_folder() / "experiment").glob("*.yaml"))])
@@ -64,6 +64,9 @@ def test_a_misspelt_key_is_named(override: str) -> None:
         ("benchmark.prompts.num_prompts=some", "num_prompts"),
         ("engine.layer_ids=top", "engine.layer_ids"),
         ("data.regenerate=false", "packaged_answers"),
+        ("loss.normalizer=local", "loss.normalizer"),
+        ("loss.dspark.decay=-1", "decay=-1.0 for weighting=exponential"),
+        ("loss.dspark.terms.l1=much", "loss.dspark.terms.l1"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_key(override: str, key: str) -> None:

@@ -127,6 +127,7 @@ class Parts:
     @cached_property
     def drafter(self) -> Drafter:
         recipe = Recipe(
+            loss=build(self.config, "loss"),
             optimizer=build(self.config, "optimizer"),
             lr_schedule=build(self.config, "lr_schedule"),
             seed=self.config.seed,
