@@ -28,8 +28,10 @@ demo demo-full: .venv/.installed
 test: .venv/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# What tests need besides Python packages: nothing yet (vLLM and Mooncake come with live capture).
+# What tests compare with. Speculators asks for torchvision and torchaudio, which its models do not use.
 test-services: .venv/.installed
+	$(PIP) datasets loguru openai pydantic-settings typer
+	$(PIP) --no-deps speculators hs-connectors
 
 lint: .venv/.installed
 	$(BIN)/ruff format --check .
