@@ -20,7 +20,8 @@ from dspark_lab.drafter.losses import LossTerms, walk_chunks
 from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
 from dspark_lab.records import Batch, Proposal, Sampling, TargetSpec
 from dspark_lab.target.protocol import TargetHead
-from dspark_lab.training.optimizers import OptimizerRecipe, WarmupCosine
+from dspark_lab.training.lr_schedules import LrSchedule
+from dspark_lab.training.optimizers import OptimizerRecipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Recipe:
     """How a drafter is trained, whatever its algorithm. ``seed`` keys its anchors."""
 
     optimizer: OptimizerRecipe
-    lr_schedule: WarmupCosine
+    lr_schedule: LrSchedule
     seed: int
 
 

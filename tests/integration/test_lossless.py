@@ -23,7 +23,8 @@ from dspark_lab.store.memory import MemoryStore
 from dspark_lab.store.protocol import Manifest
 from dspark_lab.target.chat import tokenize, tokenize_prompt
 from dspark_lab.target.huggingface import HuggingFaceTarget
-from dspark_lab.training.optimizers import AdamW, WarmupCosine
+from dspark_lab.training.lr_schedules import LrSchedule
+from dspark_lab.training.optimizers import AdamW
 
 GREEDY = Sampling(max_new_tokens=40)
 SMOLLM2 = {
@@ -98,7 +99,7 @@ def drafter(name: str, target: HuggingFaceTarget) -> Drafter:
     borrowed = Borrowed(target.spec, target.head(), DraftVocabulary.full(target.spec.vocab_size))
     recipe = Recipe(
         AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
-        WarmupCosine(warmup_share=0.1, final_share=0.1),
+        LrSchedule(warmup_share=0.1, decay_share=None, decay_shape="cosine", final_share=0.1),
         1,
     )
     common = {"borrowed": borrowed, "recipe": recipe, "num_layers": 1, "intermediate_size": 64, "head_chunk_tokens": 64}
