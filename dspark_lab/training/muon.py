@@ -4,7 +4,7 @@ Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networ
 of a matrix: U V^T of its singular value decomposition. That suits matrices whose rows and columns are directions, not
 lookup tables, vocabulary matrices or single rows. The step is scaled to the root mean square of AdamW's (Liu et al. 2025,
 "Muon is Scalable for LLM Training", arXiv 2502.16982, section 2.2), so both kinds share learning rate and weight decay.
-``torch.optim.Muon`` computes in bf16 only, which takes minutes a step on a CPU without bf16 units.
+``torch.optim.Muon`` computes in bf16 only, which takes tens of seconds a step on a CPU without bf16 units.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
