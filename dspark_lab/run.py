@@ -13,10 +13,11 @@ from dspark_lab.records import content_hash
 
 # What may change without changing what a trained drafter is; all else is part of a run's identity.
 NOT_IDENTITY = frozenset(
-    {"stages", "about", "expect", "run", "home", "store", "logger", "report", "evaluate", "benchmark", "callbacks"}
+    {"stages", "about", "expect", "run", "home", "store", "logger", "report", "evaluate", "benchmark"}
 )
 NOT_IDENTITY_OF_TRAINER = frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"})
 NOT_IDENTITY_OF_ENGINE = frozenset({"home"})
+NOT_IDENTITY_OF_CALLBACKS = frozenset({"replay", "decode", "early_stop"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
     kept["trainer"] = {k: v for k, v in config["trainer"].items() if k not in NOT_IDENTITY_OF_TRAINER}
     kept["engine"] = {k: v for k, v in config["engine"].items() if k not in NOT_IDENTITY_OF_ENGINE}
+    watching = {name: node for name, node in config["callbacks"].items() if node is not None}
+    kept["callbacks"] = {k: v for k, v in watching.items() if k not in NOT_IDENTITY_OF_CALLBACKS}
     return kept
 
 

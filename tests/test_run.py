@@ -16,6 +16,7 @@ CONFIG = {
     "trainer": {"max_steps": 10, "gradient_clip": 1.0},
     "engine": {"model": "m", "home": "a"},
     "drafter": {"num_layers": 2},
+    "callbacks": {"replay": {"num_conversations": 6}, "spike_guard": {"window": 50}},
 }
 
 
@@ -33,6 +34,7 @@ def test_what_cannot_change_results_is_not_identity() -> None:
         store={"reserve_bytes": 2},
         trainer={"max_steps": 99, "gradient_clip": 1.0},
         engine={"model": "m", "home": "b"},
+        callbacks={"replay": None, "spike_guard": {"window": 50}, "early_stop": {"patience": 3}, "ema": None},
     )
 
 
@@ -43,6 +45,8 @@ def test_what_cannot_change_results_is_not_identity() -> None:
         {"drafter": {"num_layers": 3}},
         {"trainer": {"max_steps": 10, "gradient_clip": 0.5}},
         {"engine": {"model": "other", "home": "a"}},
+        {"callbacks": {"replay": None, "spike_guard": {"window": 9}}},
+        {"callbacks": {**CONFIG["callbacks"], "ema": {"decay": 0.9}}},
     ],
 )
 def test_what_changes_results_is_identity(change: dict) -> None:

@@ -25,7 +25,8 @@ from dspark_lab.drafter.objective import Loss, normalisation
 from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
 from dspark_lab.records import Batch, Proposal, Sampling, TargetSpec
 from dspark_lab.target.protocol import TargetHead
-from dspark_lab.training.optimizers import OptimizerRecipe, WarmupCosine
+from dspark_lab.training.lr_schedules import LrSchedule
+from dspark_lab.training.optimizers import OptimizerRecipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Recipe:
 
     loss: Loss
     optimizer: OptimizerRecipe
-    lr_schedule: WarmupCosine
+    lr_schedule: LrSchedule
     seed: int
 
 

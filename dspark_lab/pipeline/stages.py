@@ -14,20 +14,23 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
+from dspark_lab.data.packing import PackingCounts
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.evaluation.acceptance import acceptance_metrics
-from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode
+from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode, prompt_only
 from dspark_lab.evaluation.replay import evaluate_replay
 from dspark_lab.pipeline.build import build
+from dspark_lab.pipeline.callbacks import build_callbacks
 from dspark_lab.pipeline.parts import Parts, packaged
 from dspark_lab.progress import console, track
-from dspark_lab.records import Conversation, Metric, Sampling, TokenizedConversation, Trace
+from dspark_lab.records import Conversation, Metric, Sampling, Trace
 from dspark_lab.report.html import write_report
 from dspark_lab.report.lightning_logger import JsonLinesLogger
 from dspark_lab.report.metrics_log import read_metrics
 from dspark_lab.report.vocabulary import metric
 from dspark_lab.run import Run
-from dspark_lab.training.callbacks import Accounting, StepProgress, StopOnNonFiniteLoss
+from dspark_lab.training.accounting import Accounting, StepProgress
+from dspark_lab.training.guards import SpikeGuard, StopOnNonFiniteLoss
 from dspark_lab.training.loggers import finish_wandb
 
 Outcome = tuple[dict[str, Any], list[Metric]]
@@ -98,12 +101,14 @@ def train(parts: Parts) -> Outcome:
     data = parts.datamodule
     drafter = parts.drafter
     accounting = Accounting()
-    watchers = [accounting, StopOnNonFiniteLoss(), StepProgress()]
-    monitor = "val/acceptance_length_estimate"
-    if parts.corpus.regenerate:  # else no sampling is recorded, and only the target's own answers can be replayed
-        monitor = "val/acceptance_length"
-        replayed = {"conversations": parts.tokenized["validation"], "read_sample": parts.store.get}
-        watchers.append(build(parts.config, "callbacks", **replayed, seed=parts.config.seed))
+    # Without a recorded sampling nothing can be replayed.
+    monitor = "val/acceptance_length" if parts.corpus.regenerate else "val/acceptance_length_estimate"
+    watchers = [
+        *build_callbacks(parts, monitor=monitor),
+        accounting,
+        StopOnNonFiniteLoss(run_dir=parts.run.directory),
+        StepProgress(),
+    ]
     loggers = [
         JsonLinesLogger(directory=parts.run.directory),
         build(parts.config, "logger", run_dir=parts.run.directory, run_name=parts.run.name),
@@ -121,31 +126,46 @@ def train(parts: Parts) -> Outcome:
         console.print(f"train: going on from step {checkpoint_step(last)} of {trainer.max_steps} ({last})")
     for logger in loggers:
         logger.log_hyperparams(parts.info.config)
+    used = used_samples(data.train_counts)
+    told = [f"{count} {reason}" for reason, count in {**used["dropped"], **used["events"]}.items()]
+    console.print(
+        f"train: {used['num_out']} samples in {data.train_counts.num_rows} rows; {', '.join(told) or 'none dropped'}"
+    )
     failed = True
     try:
         trainer.fit(drafter, datamodule=data, ckpt_path=last if last.exists() else None, weights_only=True)
         failed = False
     finally:
         finish_wandb(failed=failed)
-    counts = data.train_counts
     metrics = [
         metric("num_parameters", sum(p.numel() for p in drafter.parameters()), origin="measured"),
         metric("num_train_steps", trainer.global_step, origin="measured"),
         metric("num_train_tokens", accounting.tokens, origin="measured"),
         metric("train_time_s", training_time_s(parts.run.directory), origin="measured"),
         metric("draft_vocabulary_coverage", parts.coverage, origin="measured"),
+        *(
+            metric(f"train_{name}", rate, origin="measured")
+            for name, rate in accounting.rates(accounting.totals).items()
+        ),
     ]
+    skipped = sum(watcher.num_skipped for watcher in watchers if isinstance(watcher, SpikeGuard))
+    if skipped:
+        used["events"]["steps skipped by the spike guard"] = skipped
+    return {**used, "num_in": len(parts.tokenized["train"])}, metrics
+
+
+def used_samples(counts: PackingCounts) -> dict[str, Any]:
+    """What ``StageRecord`` says of the samples that are trained on, and of those that are not."""
     dropped = {
         "no supervised token": counts.skipped_without_supervised_tokens,
         "supervised only beyond row_tokens": counts.skipped_by_truncation,
         "same content as another conversation": counts.duplicates,
     }
     return {
-        "num_in": len(parts.tokenized["train"]),
         "num_out": counts.num_samples,
         "dropped": {reason: count for reason, count in dropped.items() if count},
         "events": {"truncated to row_tokens": counts.truncated} if counts.truncated else {},
-    }, metrics
+    }
 
 
 def evaluate(parts: Parts) -> Outcome:
@@ -214,14 +234,6 @@ def compare(config: DictConfig, opened: Run | None = None) -> None:
     if config.expect:
         console.print(config.expect)
     console.print(f"report: {path}")
-
-
-def prompt_only(conversation: TokenizedConversation) -> TokenizedConversation:
-    """Everything before the last answer."""
-    start = int(conversation.loss_mask.nonzero()[0])
-    return TokenizedConversation(
-        conversation.id, conversation.token_ids[:start], conversation.loss_mask[:start], conversation.domain
-    )
 
 
 def training_time_s(run_dir: Path) -> float:

@@ -21,7 +21,8 @@ from dspark_lab.drafter.eagle3 import Eagle3
 from dspark_lab.drafter.objective import Loss
 from dspark_lab.records import Batch, TargetSample, TargetSpec
 from dspark_lab.target.protocol import TargetHead
-from dspark_lab.training.optimizers import AdamW, WarmupCosine
+from dspark_lab.training.lr_schedules import LrSchedule
+from dspark_lab.training.optimizers import AdamW
 
 SPEC = TargetSpec(
     name="tiny",
@@ -93,8 +94,8 @@ def target_head(*, tied: bool = False) -> TargetHead:
 
 def recipe(*, lr: float = 1e-2, loss: Loss | None = None) -> Recipe:
     optimizer = AdamW(lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    schedule = WarmupCosine(warmup_share=0.0, final_share=1.0)
-    return Recipe(loss=loss or loss_of(), optimizer=optimizer, lr_schedule=schedule, seed=3)
+    constant = LrSchedule(warmup_share=0.0, decay_share=0.0, decay_shape="linear", final_share=1.0)
+    return Recipe(loss=loss or loss_of(), optimizer=optimizer, lr_schedule=constant, seed=3)
 
 
 def build(
