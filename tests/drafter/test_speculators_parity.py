@@ -54,11 +54,11 @@ def hits(drafter: Drafter, output: DraftOutput) -> Tensor:
     return (drafted == drafter.teacher_logits(output.teacher_hidden).argmax(-1)) & output.supervised
 
 
-def assert_blocks_are_theirs(name: str, monkeypatch, *, loss: dict[str, Any], **options: Any) -> None:
+def assert_blocks_are_theirs(name: str, *, loss: dict[str, Any], **options: Any) -> None:
     drafter = build(name, loss=loss_of("speculators", **loss), num_anchors=ALL, **options)
     assert isinstance(drafter, BlockDrafter)
     model, batch = peer.peer_of(drafter), pack([samples()], row_tokens=ROW_TOKENS)
-    expected, metrics = peer.run_blocks(model, drafter, batch, monkeypatch)
+    expected, metrics = peer.run_blocks(model, drafter, batch)
     output = drafter(batch)
     actual = drafter.loss(output, batch)
     assert_close(actual.total, expected.detach())
@@ -81,38 +81,38 @@ def assert_blocks_are_theirs(name: str, monkeypatch, *, loss: dict[str, Any], **
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 @BOTH_VOCABULARIES
-def test_blocks_with_their_defaults(name: str, vocabulary: str, monkeypatch):
-    assert_blocks_are_theirs(name, monkeypatch, loss={}, vocabulary=vocabulary)
+def test_blocks_with_their_defaults(name: str, vocabulary: str):
+    assert_blocks_are_theirs(name, loss={}, vocabulary=vocabulary)
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-def test_blocks_with_all_divergences_in_the_other_layout(name: str, monkeypatch):
+def test_blocks_with_all_divergences_in_the_other_layout(name: str):
     terms = ALL_TERMS | ({"confidence": 0.7} if name == "dspark" else {})
     loss = {"terms": terms, "weighting": "exponential", "decay": 3.0}
-    assert_blocks_are_theirs(name, monkeypatch, loss=loss, vocabulary="reduced", sample_from_anchor=name == "dflash")
+    assert_blocks_are_theirs(name, loss=loss, vocabulary="reduced", sample_from_anchor=name == "dflash")
 
 
 @pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn", None])
-def test_dspark_with_every_markov_head(markov: str | None, monkeypatch):
-    assert_blocks_are_theirs("dspark", monkeypatch, loss={}, vocabulary="reduced", markov=markov)
+def test_dspark_with_every_markov_head(markov: str | None):
+    assert_blocks_are_theirs("dspark", loss={}, vocabulary="reduced", markov=markov)
 
 
-def test_dspark_with_a_gated_head_in_the_other_layout(monkeypatch):
-    assert_blocks_are_theirs("dspark", monkeypatch, loss={}, markov="gated", sample_from_anchor=False)
+def test_dspark_with_a_gated_head_in_the_other_layout():
+    assert_blocks_are_theirs("dspark", loss={}, markov="gated", sample_from_anchor=False)
 
 
 @pytest.mark.parametrize("confidence", [True, False])
-def test_dspark_with_and_without_confidence(confidence: bool, monkeypatch):
+def test_dspark_with_and_without_confidence(confidence: bool):
     loss = {"terms": {"ce": 0.1, "tv": 1.8, "confidence": float(confidence)}}
-    assert_blocks_are_theirs("dspark", monkeypatch, loss=loss, confidence=confidence)
+    assert_blocks_are_theirs("dspark", loss=loss, confidence=confidence)
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("full_layers", [(), (1,)], ids=["all layers", "one layer"])
-def test_blocks_with_a_sliding_window(name: str, causal: bool, full_layers: tuple[int, ...], monkeypatch):
+def test_blocks_with_a_sliding_window(name: str, causal: bool, full_layers: tuple[int, ...]):
     window = {"tokens": 4, "origin": "anchor", "causal": causal, "full_layers": full_layers}
-    assert_blocks_are_theirs(name, monkeypatch, loss={}, window=window)
+    assert_blocks_are_theirs(name, loss={}, window=window)
 
 
 def assert_chains_are_theirs(*, loss: dict[str, Any] | None = None, **options: Any) -> None:

@@ -1,7 +1,9 @@
-"""The same drafter in Speculators' own classes, with the same weights, rows and anchors."""
+"""A drafter in Speculators' own classes, with the same weights, rows and anchors; the parity tests use it too."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -15,7 +17,6 @@ from speculators.models.dspark.core import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.proposals.greedy import GreedyTokenProposalConfig
-from tiny_world import SPEC
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
@@ -38,18 +39,18 @@ TERMS = {  # our names -> theirs
 
 
 def layer_config(drafter: Drafter, window: SlidingWindow | None, *, qwen3: bool) -> Any:
-    num_layers = len(drafter.layers)  # pyright: ignore
+    num_layers, target = len(drafter.layers), drafter.target  # pyright: ignore
     shared: dict[str, Any] = {
-        "hidden_size": SPEC.hidden_size,
-        "intermediate_size": SPEC.intermediate_size,
+        "hidden_size": target.hidden_size,
+        "intermediate_size": target.intermediate_size,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": SPEC.num_attention_heads,
-        "num_key_value_heads": SPEC.num_key_value_heads,
-        "head_dim": SPEC.head_dim,
-        "rms_norm_eps": SPEC.rms_norm_eps,
-        "max_position_embeddings": SPEC.max_position_embeddings,
-        "rope_parameters": dict(SPEC.rope_parameters),
-        "vocab_size": SPEC.vocab_size,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": target.head_dim,
+        "rms_norm_eps": target.rms_norm_eps,
+        "max_position_embeddings": target.max_position_embeddings,
+        "rope_parameters": dict(target.rope_parameters),
+        "vocab_size": target.vocab_size,
         "tie_word_embeddings": False,
         "pad_token_id": None,
     }
@@ -83,7 +84,7 @@ def peer_of(drafter: Drafter) -> nn.Module:
                 transformer_layer_config=layer_config(
                     drafter, window, qwen3=isinstance(drafter.layers[0].self_attn.q_norm, nn.RMSNorm)
                 ),
-                eagle_aux_hidden_state_layer_ids=list(SPEC.layer_ids),
+                eagle_aux_hidden_state_layer_ids=list(drafter.target.layer_ids),
                 norm_before_residual=drafter.layers[0].norm_before_residual,
                 norm_before_fc=drafter.feature_norm == "joint",
                 fc_norm=drafter.feature_norm == "layer",
@@ -96,8 +97,8 @@ def peer_of(drafter: Drafter) -> nn.Module:
         common |= {
             "transformer_layer_config": layer_config(drafter, window, qwen3=True),
             "block_size": drafter.block_size,
-            "aux_hidden_state_layer_ids": list(SPEC.layer_ids),
-            "mask_token_id": SPEC.mask_token_id,
+            "aux_hidden_state_layer_ids": list(drafter.target.layer_ids),
+            "mask_token_id": drafter.target.mask_token_id,
             "sample_from_anchor": drafter.sample_from_anchor,
             "sliding_window_non_causal": window is not None and not window.causal,
         }
@@ -138,13 +139,17 @@ def loss_config(drafter: Drafter) -> dict[str, Any]:
     return resolve_loss_config(json.dumps(weights), "eager")
 
 
-def run_blocks(
-    model: nn.Module, drafter: BlockDrafter, batch: Batch, monkeypatch: Any
-) -> tuple[Tensor, dict[str, Any]]:
+def run_blocks(model: nn.Module, drafter: BlockDrafter, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
     """(loss, metrics) of one row, with our anchors."""
     anchors = drafter.anchors(batch)
     chosen = (anchors, torch.ones_like(anchors, dtype=torch.bool))
-    monkeypatch.setattr(dflash_core, "select_anchors", lambda *_: chosen)
+    with patch.object(dflash_core, "select_anchors", lambda *_: chosen):
+        return _run_blocks(model, drafter, batch, num_anchors=len(anchors))
+
+
+def _run_blocks(
+    model: nn.Module, drafter: BlockDrafter, batch: Batch, *, num_anchors: int
+) -> tuple[Tensor, dict[str, Any]]:
     weighting, decay = drafter.objective.weighting, drafter.objective.decay
     extra = {"tv_loss_fn": tv_loss, "confidence_head_alpha": drafter.objective.active.get("confidence", 0.0)}
     _, loss, metrics = model(
@@ -155,7 +160,7 @@ def run_blocks(
         document_ids=batch.document_ids,
         position_ids=batch.position_ids,
         loss_config=loss_config(drafter),
-        max_anchors=len(anchors),
+        max_anchors=num_anchors,
         per_position_loss_weight="dpace" if weighting == "dpace" else "fixed-exp-decay",
         **({"dpace_alpha": decay} if weighting == "dpace" else {"gamma": decay}),
         **(extra if isinstance(drafter, DSpark) else {}),
@@ -164,7 +169,7 @@ def run_blocks(
 
 
 def run_chains(
-    model: nn.Module, drafter: Eagle3, samples: list[TargetSample], row_tokens: int
+    model: nn.Module, drafter: Eagle3, samples: Sequence[TargetSample], row_tokens: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """(loss, metrics) of one row. Their ``shift_batch`` drops each document's first token and last feature, then packs."""
 
