@@ -53,13 +53,14 @@ class Corpus:
                 f"samples_per_prompt={samples_per_prompt} has no effect with regenerate=false: set it to 1"
             )
         if not regenerate and truncated == "drop":
-            raise ValueError("truncated='drop' has no effect with regenerate=false: only the target's answers are cut")
+            raise ValueError("truncated='drop' has no effect with regenerate=false: set it to keep")
         self.train, self.validation = train, validation
         self.regenerate = regenerate
         limited = tuple(replace(sampling, max_new_tokens=max_new_tokens) for sampling in samplings)
         self.mix = SamplingMix(samplings=limited, samples_per_prompt=samples_per_prompt) if regenerate else None
         self.greedy = Sampling(max_new_tokens=max_new_tokens)
-        self.truncated, self.overlap = truncated, overlap
+        self.truncated: OnTruncated = truncated
+        self.overlap: OnOverlap = overlap
         self.packaged_answers, self.num_checked = packaged_answers, num_checked
         self.enable_thinking = enable_thinking
         self.draft_vocab_size = draft_vocab_size

@@ -22,11 +22,8 @@ from dspark_lab.records import Conversation, TokenizedConversation
 from dspark_lab.report.results import RunInfo
 from dspark_lab.run import Run
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
-from dspark_lab.target.chat import UnmaskableTurnError, tokenize_turns
+from dspark_lab.target.chat import tokenize_maskable
 from dspark_lab.target.huggingface import HuggingFaceTarget
-
-MAX_UNMASKABLE_SHARE = 0.05
-"""Of all conversations; with more, data and chat template do not fit each other, and the run stops."""
 
 
 class Parts:
@@ -38,7 +35,6 @@ class Parts:
         self.corpus: Corpus = build(config, "data")
         self.benchmark: Benchmark = build(config, "benchmark")
         self.evaluation: Evaluation = build(config, "evaluate")
-        self.unmaskable: list[str] = []  # why, of conversations that ``tokenized`` leaves out
 
     def close(self) -> None:
         """Publish what the store still buffers."""
@@ -126,26 +122,23 @@ class Parts:
         """What each split is made of."""
         return {**self.answered, "train": list(self.screened.kept)}
 
-    @cached_property
+    @property
     def tokenized(self) -> dict[str, list[TokenizedConversation]]:
         """The samples of each split; a conversation gives several where its template rewrites earlier turns."""
-        samples: dict[str, list[TokenizedConversation]] = {}
-        for split, conversations in self.conversations.items():
-            samples[split] = []
-            for conversation in conversations:
-                try:
-                    samples[split] += tokenize_turns(
-                        conversation, self.target.tokenizer, enable_thinking=self.corpus.enable_thinking
-                    )
-                except UnmaskableTurnError as error:
-                    self.unmaskable.append(str(error))
-        num_given = sum(map(len, self.conversations.values()))
-        if len(self.unmaskable) > MAX_UNMASKABLE_SHARE * num_given:
-            raise ValueError(
-                f"{len(self.unmaskable)} of {num_given} conversations cannot be masked with this target's template; the "
-                f"first: {self.unmaskable[0]}"
-            )
-        return samples
+        return {split: samples for split, (samples, _) in self._masked.items()}
+
+    @property
+    def unmaskable(self) -> list[str]:
+        """Why, of each conversation that is in no sample because the template cannot tell the assistant's tokens."""
+        return [reason for _, reasons in self._masked.values() for reason in reasons]
+
+    @cached_property
+    def _masked(self) -> dict[str, tuple[list[TokenizedConversation], list[str]]]:
+        thinking = self.corpus.enable_thinking
+        return {
+            split: tokenize_maskable(conversations, self.target.tokenizer, enable_thinking=thinking)
+            for split, conversations in self.conversations.items()
+        }
 
     @cached_property
     def store(self) -> HiddenStateStore:

@@ -25,6 +25,8 @@ Turns = Literal["all", "last"]
 # Exercises digit splitting, runs of spaces, newlines, scripts, code: where two tokenizers of one vocabulary differ.
 PROBE_TEXT = "It's 1234567.89\n\n\tdef f(x):  return x**2   # Grüße, 你好 🙂 <|im_end|></s>\r\n"
 
+MAX_UNMASKABLE_SHARE = 0.05
+
 
 class UnmaskableTurnError(ValueError):
     """The template does not render this turn such that its tokens can be told from the template's."""
@@ -90,6 +92,28 @@ def tokenize_turns(
             tokenize(cut, tokenizer, enable_thinking=enable_thinking, turns="last")
             for cut in one_sample_per_turn(conversation)
         ]
+
+
+def tokenize_maskable(
+    conversations: Sequence[Conversation], tokenizer: "PreTrainedTokenizerBase", *, enable_thinking: bool | None = None
+) -> tuple[list[TokenizedConversation], list[str]]:
+    """The samples of all conversations that can be masked, and of each other one the reason why it cannot.
+
+    Raises ValueError when more than ``MAX_UNMASKABLE_SHARE`` cannot: then template and data do not fit each other.
+    """
+    samples: list[TokenizedConversation] = []
+    unmaskable: list[str] = []
+    for conversation in conversations:
+        try:
+            samples += tokenize_turns(conversation, tokenizer, enable_thinking=enable_thinking)
+        except UnmaskableTurnError as error:
+            unmaskable.append(str(error))
+    if len(unmaskable) > MAX_UNMASKABLE_SHARE * len(conversations):
+        raise ValueError(
+            f"{len(unmaskable)} of {len(conversations)} conversations cannot be masked with this target's chat template "
+            f"({MAX_UNMASKABLE_SHARE:.0%} may be left out); the first: {unmaskable[0]}"
+        )
+    return samples, unmaskable
 
 
 def tokenize_prompt(

@@ -10,6 +10,7 @@ from dspark_lab.target.chat import (
     one_sample_per_turn,
     template_hash,
     tokenize,
+    tokenize_maskable,
     tokenize_prompt,
 )
 
@@ -111,6 +112,19 @@ def test_thinking_dropped_from_history_is_refused_by_turn_and_one_sample_per_tur
         "assistant \\n yes <|im_end|> \\n <|im_start|> user \\n what <|im_end|> \\n <|im_start|> assistant \\n "
         "[<think>] [\\n] [a] [\\n] [</think>] [\\n] [\\n] [no] [<|im_end|>] \\n"
     )
+
+
+def test_a_few_conversations_that_cannot_be_masked_are_left_out_with_their_reasons_and_many_stop():
+    tokenizer = words_tokenizer(CHATML)
+    fine, broken = conversation(user("hi"), assistant("yes")), conversation(assistant("hi"), user("yes"))
+    samples, reasons = tokenize_maskable([fine] * 19 + [broken], tokenizer)
+    assert len(samples) == 19 and len(reasons) == 1
+    assert "turn 0: the conversation begins with the assistant" in reasons[0]
+    with pytest.raises(
+        ValueError, match=r"2 of 20 conversations cannot be masked .*\(5% may be left out\); the first: "
+    ):
+        tokenize_maskable([fine] * 18 + [broken] * 2, tokenizer)
+    assert tokenize_maskable([], tokenizer) == ([], [])
 
 
 def test_enable_thinking_that_contradicts_the_answer_is_refused():
