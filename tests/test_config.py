@@ -36,6 +36,7 @@ def test_every_option_composes_and_resolves(group: str, option: str) -> None:
     prefix = "+" if group == "experiment" else ""
     missing = ["target.model=x"] if option == "hf" else []
     missing += ["data.train.path=a", "data.validation.path=b"] if option == "jsonl" else []
+    missing += ["data.train.path=a", "data.validation.split=b"] if (group, option) == ("data", "huggingface") else []
     config = composed(f"{prefix}{group}={option}", *missing)
     assert OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
 

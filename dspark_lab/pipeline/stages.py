@@ -14,6 +14,9 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
+from dspark_lab.data.answers import Assignment
+from dspark_lab.data.mixture import source_cards
+from dspark_lab.data.overlap import NUM_WORDS
 from dspark_lab.data.packing import PackingCounts
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.evaluation.acceptance import acceptance_metrics
@@ -48,18 +51,18 @@ def regenerate(parts: Parts) -> Outcome:
             events["taken from the shipped answers"] = seeding.num_copied
         if seeding.num_copied and parts.corpus.num_checked:
             events |= _check_packaged(parts)
-    missing = [(p, s) for p, s in assigned if s is not None and parts.book.get(p, s) is None]
+    missing = [assignment for assignment in assigned if parts.answer(assignment) is None]
     known = len(assigned) - len(missing)
     if known:
         console.print(f"regenerate: {known} of {len(assigned)} answers are there already")
-    metrics = _answer(parts, missing)
+    metrics = _answer(parts, missing) + _overlap(parts)
     conversations = [c for split in parts.conversations.values() for c in split]
     lengths = sum(c.finish == "length" for c in conversations)
     if lengths:
         events["stopped by max_new_tokens"] = lengths
     events["regenerated"] = len(missing)
-    dropped = parts.splits.dropped
-    num_in = len(assigned) + sum(dropped.values())
+    dropped = {**parts.splits.dropped, **parts.screened.dropped}
+    num_in = len(assigned) + sum(parts.splits.dropped.values())
     return {"num_in": num_in, "num_out": len(conversations), "dropped": dropped, "events": events}, metrics
 
 
@@ -67,6 +70,7 @@ def capture(parts: Parts) -> Outcome:
     """The target's states of every conversation that the store does not hold yet."""
     store, wanted = parts.store, {c.key: c for split in parts.tokenized.values() for c in split}
     given = sum(len(split) for split in parts.tokenized.values())
+    num_split = given + len(parts.unmaskable) - sum(map(len, parts.conversations.values()))
     there = set(store.keys())
     missing = [conversation for key, conversation in wanted.items() if key not in there]
     num_tokens = sum(len(conversation) for conversation in missing)
@@ -91,9 +95,23 @@ def capture(parts: Parts) -> Outcome:
     if missing:
         speed = num_tokens / (time.monotonic() - started)
         metrics.append(metric("capture_tokens_per_s", speed, origin="measured"))
-    dropped = {"same content as another conversation": given - len(wanted)} if given > len(wanted) else {}
+    dropped = {
+        "same content as another conversation": given - len(wanted),
+        "cannot be masked with this template": len(parts.unmaskable),
+    }
     events = {"captured": len(missing), "already in the store": len(wanted) - len(missing)}
-    return {"num_in": given, "num_out": len(wanted), "dropped": dropped, "events": events}, metrics
+    if num_split:
+        events["further samples of conversations split by turn"] = num_split
+    cards = source_cards(parts.corpus.train, parts.splits.train, parts.tokenized["train"])
+    for card in cards:
+        console.print(f"source {card.name}: {card.num_prompts} prompts, {card.num_tokens} tokens")
+    return {
+        "num_in": given + len(parts.unmaskable),
+        "num_out": len(wanted),
+        "dropped": {reason: count for reason, count in dropped.items() if count},
+        "events": events,
+        "sources": [asdict(card) for card in cards],
+    }, metrics
 
 
 def train(parts: Parts) -> Outcome:
@@ -284,24 +302,44 @@ def _trained(parts: Parts) -> tuple[Drafter, str]:
     return parts.drafter.to(device).eval(), f"{found[0]}, step {checkpoint_step(path)}"
 
 
-def _answer(parts: Parts, missing: Sequence[tuple[Conversation, Sampling]]) -> list[Metric]:
+def _answer(parts: Parts, missing: Sequence[Assignment]) -> list[Metric]:
     started, num_tokens = time.monotonic(), 0
-    for sampling in dict.fromkeys(sampling for _, sampling in missing):
-        prompts = [prompt for prompt, wanted in missing if wanted == sampling]
+    rounds: dict[tuple[Sampling, int], list[Conversation]] = {}
+    for assignment in missing:
+        assert assignment.sampling is not None
+        rounds.setdefault((assignment.sampling, assignment.sample_index), []).append(assignment.prompt)
+    for (sampling, sample_index), prompts in rounds.items():
         how = "greedy" if sampling.greedy else f"T={sampling.temperature:g}"
+        how += f", sample {sample_index + 1}" if sample_index else ""
         answers = parts.target.regenerate(prompts, sampling=sampling)
         for answer in track(answers, f"regenerate ({how})", total=len(prompts)):
-            parts.book.add([answer])
+            parts.book.add([answer], sample_index=sample_index)
             num_tokens += len(answer.answer_token_ids or ())
     if not num_tokens:
         return []
     return [metric("regenerate_tokens_per_s", num_tokens / (time.monotonic() - started), origin="measured")]
 
 
+def _overlap(parts: Parts) -> list[Metric]:
+    """How much of the training text stands in the benchmark's prompts."""
+    setting = {"benchmark": parts.benchmark.name, "num_words": NUM_WORDS}
+    found = {"train_prompt_overlap": parts.prompt_overlap, "train_answer_overlap": parts.screened.overlap}
+    for name, count in found.items():
+        kind = name.split("_")[1]
+        console.print(
+            f"overlap: {count.num_overlapping} of {count.num_compared} training {kind}s ({count.share:.1%}) share "
+            f"{NUM_WORDS} words in a row with a prompt of {parts.benchmark.name}"
+        )
+    return [
+        metric(name, count.share, origin="measured", setting=setting, num_samples=count.num_compared)
+        for name, count in found.items()
+    ]
+
+
 def _check_packaged(parts: Parts) -> dict[str, int]:
     """Write some shipped greedy answers again; on other hardware a near tie may fall the other way."""
     greedy = parts.corpus.greedy
-    prompts = [prompt for split in parts.assigned.values() for prompt, sampling in split if sampling == greedy]
+    prompts = [entry.prompt for split in parts.assigned.values() for entry in split if entry.sampling == greedy]
     found = [answer for prompt in prompts if (answer := parts.book.get(prompt, greedy)) is not None]
     shipped = {answer.id: answer.answer_token_ids for answer in found[: parts.corpus.num_checked]}
     chosen = [prompt for prompt in prompts if prompt.id in shipped]

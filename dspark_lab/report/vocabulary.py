@@ -92,6 +92,16 @@ METRICS: Mapping[str, MetricKind] = {
     # regenerate, capture
     "num_conversations": MetricKind("conversations", "Conversations that the stage passed on."),
     "num_supervised_tokens": MetricKind("tokens", "Tokens with loss mask 1 in the captured conversations."),
+    "train_prompt_overlap": MetricKind(
+        "fraction",
+        "Training prompts that share 13 words in a row with a prompt of the benchmark / training prompts, before any "
+        "is dropped for it.",
+    ),
+    "train_answer_overlap": MetricKind(
+        "fraction",
+        "Training conversations whose answer shares 13 words in a row with a prompt of the benchmark / training "
+        "conversations, before any is dropped for it.",
+    ),
     "regenerate_tokens_per_s": MetricKind("tokens/s", "Answer tokens drawn by the target / seconds."),
     "capture_tokens_per_s": MetricKind("tokens/s", "Tokens whose states were captured / seconds."),
     "stored_bytes": MetricKind("bytes", "Size of the captured states in the store."),
