@@ -21,7 +21,8 @@ class MarkovHead(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.rank = kind, rank
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        # Sparse: a chunk of the loss touches few rows, and ``walk_chunks`` adds them up to one dense gradient.
+        self.markov_w1 = nn.Embedding(vocab_size, rank, sparse=True)
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
         if kind == "gated":
             self.gate_proj = nn.Linear(hidden_size + rank, rank)
