@@ -1,7 +1,7 @@
 """The LightningModule that all drafters share: borrowed matrices, the training step, the walk over chunks.
 
-An algorithm adds ``forward`` (the network up to hidden states), ``head`` (hidden states -> draft logits), terms of its own
-to ``loss_terms``, and ``propose`` (inference). ``loss`` and ``propose`` share ``head``.
+An algorithm adds ``forward`` (the network up to hidden states), ``head`` (hidden states -> draft logits), ``own_loss_terms``
+if it has any, and ``propose`` (inference). ``loss`` and ``propose`` share ``head``.
 """
 
 import math
@@ -97,7 +97,7 @@ class Drafter(L.LightningModule):
         head_chunk_tokens: int,
         own_terms: frozenset[str] = frozenset(),
     ) -> None:
-        """``num_slots``: that predict in a block; ``own_terms``: names that ``loss_terms`` adds to the divergences."""
+        """``num_slots``: that predict in a block; ``own_terms``: names of ``own_loss_terms``."""
         super().__init__()
         self.target, self.target_head, self.vocabulary = borrowed.target, borrowed.head, borrowed.vocabulary
         lm_head = self.target_head.lm_head
