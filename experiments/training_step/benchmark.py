@@ -10,7 +10,6 @@ resident after imports and the construction of model and batch.
 import argparse
 import itertools
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -178,11 +177,17 @@ def measure_time(name: str, shape: Shape, *, precision: str, rounds: int, chunk:
 def measure_memory(which: str, name: str, shape: Shape, *, precision: str, chunk: int) -> dict[str, float]:
     """Bytes of two steps in this process: peak above what was resident when they began, and in all."""
     step = side(which, name, shape, precision=precision, chunk=chunk)
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = resident_bytes("VmRSS")
     for _ in range(2):
         step()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resident_bytes("VmHWM")
     return {"step_bytes": peak - before, "total_bytes": peak}
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def in_own_process(which: str, name: str, shape: Shape, arguments: argparse.Namespace) -> dict[str, float]:
@@ -196,8 +201,8 @@ def in_own_process(which: str, name: str, shape: Shape, arguments: argparse.Name
 def matmul_flops(name: str, shape: Shape) -> float:
     """FLOPs of the matrix products that a step cannot do without, attention's own left out.
 
-    Over the row: ``fc`` and the context's keys and values. Over the predicting slots: the layers, and the vocabulary: draft
-    and target logits forward, the draft's gradient to the states (the matrices are frozen), DSpark's W2 both ways.
+    Over the row: ``fc`` and the context's keys and values. Over the predicting slots: the layers; draft logits forward and their
+    gradient to the states (the matrices are frozen); DSpark's W2 both ways. Target logits: once per token that predicts.
     """
     drafter, batch = drafter_of(name, shape, chunk=256), batch_of(shape)
     with torch.no_grad():
@@ -206,8 +211,10 @@ def matmul_flops(name: str, shape: Shape) -> float:
     matrices = {key: parameter.numel() for key, parameter in drafter.named_parameters() if parameter.ndim == 2}
     layers = sum(size for key, size in matrices.items() if key.startswith("layers."))
     context = sum(size for key, size in matrices.items() if key == "fc.weight" or ".k_proj" in key or ".v_proj" in key)
-    vocabulary = shape.hidden * shape.draft_vocabulary + matrices.get("markov_head.markov_w2.weight", 0)
-    return 3 * 2 * (slots * (layers + vocabulary) + shape.row * context)
+    head, markov = shape.hidden * shape.draft_vocabulary, matrices.get("markov_head.markov_w2.weight", 0)
+    needs_target = drafter.objective.labels == "target"
+    teacher = len(output.teacher.unique()) * head if needs_target else 0
+    return 2 * (slots * (3 * layers + 2 * head + 3 * markov) + shape.row * 3 * context + teacher)
 
 
 def matmul_rate(precision: str) -> float:
