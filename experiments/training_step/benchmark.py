@@ -201,7 +201,7 @@ def in_own_process(which: str, name: str, shape: Shape, arguments: argparse.Name
 def matmul_flops(name: str, shape: Shape) -> float:
     """FLOPs of the matrix products that a step cannot do without, attention's own left out.
 
-    Over the row: ``fc`` and the context's keys and values. Over the predicting slots: the layers; draft logits forward and their
+    Over the row: ``fc``, the context's keys and values. Over the predicting slots: the layers; draft logits forward and their
     gradient to the states (the matrices are frozen); DSpark's W2 both ways. Target logits: once per token that predicts.
     """
     drafter, batch = drafter_of(name, shape, chunk=256), batch_of(shape)
