@@ -12,6 +12,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.decoding.sampling import draw, probabilities
@@ -21,6 +22,7 @@ from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
 from dspark_lab.records import Batch, Proposal, Sampling, TargetSpec
 from dspark_lab.target.protocol import TargetHead
 from dspark_lab.training.optimizers import OptimizerRecipe, WarmupCosine
+from dspark_lab.training.sharding import shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,11 @@ class Drafter(L.LightningModule):
             teacher = self.target_head.logits(chunk.teacher_hidden.to(self.draft_rows.dtype))
             agreed.append(drafted == teacher.argmax(-1))
         return torch.cat(agreed)
+
+    def configure_model(self) -> None:
+        """Lightning hands over a device mesh where the strategy shards (``trainer=fsdp``)."""
+        if self.device_mesh is not None and not isinstance(self, FSDPModule):
+            shard(self, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self):
         optimizer = self.recipe.optimizer.build(self)
