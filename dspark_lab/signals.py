@@ -44,10 +44,19 @@ def leave(number: int, frame: FrameType | None) -> None:
     raise Requeue
 
 
-def ignore_signals(worker_id: int) -> None:
-    """For a DataLoader worker: a signal to the whole job must not take the data of the step that is to be finished."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def heed_only_parent(worker_id: int) -> None:
+    """For a DataLoader worker: a signal to the whole job must not take the data of the step that is to be finished.
+
+    Only the process that started the worker ends it by one, as torch does at the end of an iteration.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def watch() -> None:
+        while signal.sigwaitinfo(SIGNALS).si_pid != os.getppid():
+            pass
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True, name="heed_only_parent").start()
 
 
 def die_with_parent() -> None:

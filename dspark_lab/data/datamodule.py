@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dspark_lab.data.packing import PackingCounts, Row, SampleOutline, collate, plan_rows, rank_rows, select_samples
 from dspark_lab.records import Batch, TargetSample, content_hash
-from dspark_lab.signals import ignore_signals
+from dspark_lab.signals import heed_only_parent
 from dspark_lab.store.protocol import HiddenStateStore
 from dspark_lab.validation import checked
 
@@ -98,7 +98,7 @@ class HiddenStateDataModule(L.LightningDataModule):
             "prefetch_factor": self.prefetch_factor if self.num_workers else None,
             "persistent_workers": self.num_workers > 0,
             "pin_memory": self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
-            "worker_init_fn": ignore_signals,
+            "worker_init_fn": heed_only_parent,
             # Else every new iterator draws a seed from torch's global generator, and a resumed run draws once more.
             "generator": torch.Generator().manual_seed(self.seed),
         }

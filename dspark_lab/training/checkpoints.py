@@ -91,19 +91,21 @@ def model_checkpoints(folder: Path, monitor: str, *, every_steps: int) -> Sequen
 class SaveOnSignal(Callback):
     """Writes ``path`` at the end of the optimizer step in which any rank got a signal, and leaves with ``REQUEUE``.
 
+    It leaves when the step is logged too, and validated where that is due: at the start of the next one.
+
     Lightning's own handlers are replaced: for SIGTERM it leaves without a checkpoint, after a broadcast from inside the
     handler, which hangs when only some ranks got the signal; for Slurm it writes a checkpoint of another name and calls
-    ``scontrol`` itself. A signal during validation is acted on after the next step.
+    ``scontrol`` itself.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.received = False
+        self.received = self.saved = False
         self._step = 0
         self._handlers = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.received, self._step = False, trainer.global_step
+        self.received, self.saved, self._step = False, False, trainer.global_step
         self._handlers.enter_context(handled(self._remember))  # not in setup(): Lightning's own come after that
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
@@ -115,13 +117,21 @@ class SaveOnSignal(Callback):
         if trainer.global_step == self._step:
             return  # within an accumulation window: its gradients are in no checkpoint
         self._step = trainer.global_step
-        if trainer.strategy.reduce_boolean_decision(self.received, all=False):
-            trainer.save_checkpoint(self.path)
+        self.saved = trainer.strategy.reduce_boolean_decision(self.received, all=False)
+        if self.saved:
+            trainer.save_checkpoint(self.path, weights_only=False)
             console.print(f"train: signal received: step {self._step} is saved, the same command goes on from it")
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        if self.saved:
             raise Requeue
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._handlers.close()
+        if self.saved:
+            raise Requeue
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._handlers.close()

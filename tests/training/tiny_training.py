@@ -4,7 +4,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Sequence
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from dspark_lab.training.trainer import build_trainer
 
 ROW_TOKENS = 24
 FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])  # torch and Lightning are imported once for all processes
+# Torch, Lightning and all else are imported once for all processes.
+FORKS.set_forkserver_preload(["dspark_lab.training.trainer", "dspark_lab.drafter.dspark", "dspark_lab.data.datamodule"])
 
 
 def documents(count: int, *, seed: int) -> dict[str, TargetSample]:
@@ -174,6 +175,7 @@ def in_process(function: Callable[..., None], *args: Any, **settings: Any) -> Ba
 
 
 def _alone(function: Callable[..., None], args: Any, settings: Any) -> None:
+    set_start_method("fork", force=True)  # of data workers
     torch.set_num_threads(1)
     console.quiet = True
     function(*args, **settings)
