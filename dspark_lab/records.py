@@ -51,6 +51,7 @@ class Conversation:
 
     ``answer_token_ids`` are the very ids that the target drew, end-of-turn token included when it stopped by itself; they
     are never re-tokenised from text. ``sampling`` records how they were drawn; ``finish`` is "stop" or "length".
+    ``source`` names the part of a mixture that the conversation came from.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Conversation:
     answer_token_ids: tuple[int, ...] | None = None
     sampling: Sampling | None = None
     finish: str | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class TokenizedConversation:
     loss_mask: Tensor  # bool [T]: True where the token was written by the assistant
     domain: str = "default"
     sampling: Sampling | None = None
+    source: str = ""
 
     def __len__(self) -> int:
         return int(self.token_ids.numel())

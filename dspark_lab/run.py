@@ -13,12 +13,13 @@ from dspark_lab.records import content_hash
 
 # What may change without changing what a trained drafter is; all else is part of a run's identity.
 NOT_IDENTITY = frozenset(
-    {"stages", "about", "expect", "run", "home", "store", "logger", "report", "evaluate", "benchmark", "callbacks"}
+    {"stages", "about", "expect", "run", "home", "store", "logger", "report", "evaluate", "benchmark"}
 )
 NOT_IDENTITY_WITHIN = {
     "trainer": frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"}),
     "engine": frozenset({"home"}),
     "data": frozenset({"num_workers", "prefetch_factor"}),
+    "callbacks": frozenset({"replay", "decode", "early_stop"}),
 }
 # These count only by their product, the rows of an optimizer step: a run may go on with another number of ranks.
 ROWS_OF_A_STEP = {
@@ -50,6 +51,7 @@ def identity(config: Mapping[str, Any], *, num_ranks: int) -> dict[str, Any]:
     for group, names in NOT_IDENTITY_WITHIN.items():
         left_out = names | ROWS_OF_A_STEP.get(group, frozenset())
         kept[group] = {key: value for key, value in config[group].items() if key not in left_out}
+    kept["callbacks"] = {name: node for name, node in kept["callbacks"].items() if node is not None}
     kept["rows_per_step"] = config["data"]["rows_per_batch"] * config["trainer"]["accumulate"] * num_ranks
     return kept
 

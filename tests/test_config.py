@@ -4,18 +4,26 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
+from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from dspark_lab.__main__ import config_folder, refuse_swept_stages
 from dspark_lab.pipeline import requested_stages
 from dspark_lab.pipeline.build import build
+from dspark_lab.pipeline.callbacks import build_callbacks
+from dspark_lab.records import TokenizedConversation
 
-GROUPS = sorted(path for path in config_folder().iterdir() if path.is_dir())
-OPTIONS = [(group.name, file.stem) for group in GROUPS for file in sorted(group.glob("*.yaml"))]
+OPTIONS = [
+    (file.parent.relative_to(config_folder()).as_posix(), file.stem)
+    for file in sorted(config_folder().rglob("*.yaml"))
+    if file.parent != config_folder()
+]
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -28,11 +36,54 @@ def test_every_option_composes_and_resolves(group: str, option: str) -> None:
     prefix = "+" if group == "experiment" else ""
     missing = ["target.model=x"] if option == "hf" else []
     missing += ["data.train.path=a", "data.validation.path=b"] if option == "jsonl" else []
+    missing += ["data.train.path=a", "data.validation.split=b"] if (group, option) == ("data", "huggingface") else []
     config = composed(f"{prefix}{group}={option}", *missing)
     assert OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
 
 
-BUILDABLE = ["data", "benchmark", "evaluate", "optimizer", "lr_schedule", "engine"]
+def watching(*overrides: str) -> dict[str, Callback]:
+    """The callbacks of a run without a target."""
+    conversation = TokenizedConversation("a", torch.tensor([1, 2, 3]), torch.tensor([False, True, True]))
+    parts = SimpleNamespace(
+        config=composed(*overrides),
+        corpus=SimpleNamespace(regenerate=True),
+        tokenized={"validation": [conversation]},
+        store=SimpleNamespace(get=lambda key: None),
+        target=None,
+    )
+    made = build_callbacks(parts, monitor="val/acceptance_length")  # pyright: ignore
+    return {type(callback).__name__: callback for callback in made}
+
+
+def test_every_callback_builds() -> None:
+    assert watching().keys() == {"ReplayAcceptance", "SpikeGuard"}
+    nested = [f"{group}={option}" for group, option in OPTIONS if group.startswith("callbacks/")]
+    assert len(nested) == 3
+    assert watching(*nested).keys() == {
+        "ReplayAcceptance", "SpikeGuard", "EarlyStop", "DecodeAcceptance", "WeightAverage",
+    }  # fmt: skip
+    assert watching("callbacks.spike_guard=null", "callbacks.replay=null") == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["callbacks.spike_guard.window=some"], r"callbacks\.spike_guard\.window"),
+        (["callbacks/ema=default", "callbacks.ema.decay=2"], r"callbacks\.ema: decay=2\.0"),
+        (["+callbacks.sipke_guard={_target_: x}"], "sipke_guard is none of replay, spike_guard"),
+    ],
+)
+def test_a_wrong_callback_is_refused_with_its_key(overrides: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        watching(*overrides)
+
+
+@pytest.mark.parametrize(("group", "option"), [pair for pair in OPTIONS if pair[0] in ("optimizer", "lr_schedule")])
+def test_every_optimizer_and_schedule_builds(group: str, option: str) -> None:
+    assert build(composed(f"{group}={option}"), group) is not None
+
+
+BUILDABLE = ["data", "benchmark", "evaluate", "loss", "optimizer", "lr_schedule", "engine"]
 
 
 @pytest.mark.parametrize("experiment", [file.stem for file in sorted((config_folder() / "experiment").glob("*.yaml"))])
@@ -64,6 +115,9 @@ def test_a_misspelt_key_is_named(override: str) -> None:
         ("benchmark.prompts.num_prompts=some", "num_prompts"),
         ("engine.layer_ids=top", "engine.layer_ids"),
         ("data.regenerate=false", "packaged_answers"),
+        ("loss.normalizer=local", "loss.normalizer"),
+        ("loss.dspark.decay=-1", "decay=-1.0 for weighting=exponential"),
+        ("loss.dspark.terms.l1=much", "loss.dspark.terms.l1"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_key(override: str, key: str) -> None:

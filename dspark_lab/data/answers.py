@@ -13,17 +13,52 @@ from dspark_lab.records import Conversation, Message, Sampling, content_hash
 from dspark_lab.validation import checked
 
 
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One answer to be had: ``sample_index`` counts the earlier ones of this prompt with the same sampling.
+
+    Without a sampling the conversation brings its own answer.
+    """
+
+    prompt: Conversation
+    sampling: Sampling | None = None
+    sample_index: int = 0
+
+
 class SamplingMix:
-    """Assigns samplings to prompts round-robin by their order: [greedy, T=0.7] answers every second prompt at T=0.7."""
+    """Which sampling each answer is drawn with: ``samples_per_prompt`` answers to a prompt, samplings in turn.
+
+    The prompt at position p of its source is answered with samplings p, p + 1, ... (cyclically): [greedy, T=0.7] answers
+    every second prompt at T=0.7. Positions are those before anything is dropped, so that a prompt keeps its sampling
+    when another one goes. Further samples have ids of their own, ``<id>/sample-<k>``, and so their own random streams.
+    """
 
     @checked
-    def __init__(self, *, samplings: tuple[Sampling, ...]) -> None:
+    def __init__(self, *, samplings: tuple[Sampling, ...], samples_per_prompt: int = 1) -> None:
         if not samplings:
             raise ValueError("samplings: empty; list at least one Sampling (temperature: 0 is greedy)")
+        if samples_per_prompt < 1:
+            raise ValueError(f"samples_per_prompt={samples_per_prompt}: must be at least 1")
         self.samplings = samplings
+        self.samples_per_prompt = samples_per_prompt
+        if any(sum(sampling.greedy for sampling in self._drawn(start)) > 1 for start in range(len(samplings))):
+            raise ValueError(
+                f"samples_per_prompt={samples_per_prompt}: of {len(samplings)} samplings in turn, a prompt would get the "
+                "same greedy answer twice; list more sampled ones (the same sampling may stand several times)"
+            )
 
-    def assign(self, prompts: Iterable[Conversation]) -> list[tuple[Conversation, Sampling]]:
-        return [(prompt, self.samplings[index % len(self.samplings)]) for index, prompt in enumerate(prompts)]
+    def assign(self, prompts: Sequence[Conversation], *, positions: Sequence[int]) -> list[Assignment]:
+        """The answers to be had, the samples of a prompt together; ``positions`` are ``Splits.train_positions``."""
+        assigned = []
+        for prompt, position in zip(prompts, positions, strict=True):
+            drawn = self._drawn(position)
+            for k, sampling in enumerate(drawn):
+                sample = replace(prompt, id=f"{prompt.id}/sample-{k}") if k else prompt
+                assigned.append(Assignment(sample, sampling, drawn[:k].count(sampling)))
+        return assigned
+
+    def _drawn(self, position: int) -> list[Sampling]:
+        return [self.samplings[(position + k) % len(self.samplings)] for k in range(self.samples_per_prompt)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,21 @@
 from dataclasses import replace
 
 from dspark_lab.data.answers import SamplingMix
-from dspark_lab.data.prompts import PromptSource
-from dspark_lab.records import Sampling
+from dspark_lab.data.prompts import PromptSource, to_prompt
+from dspark_lab.data.screening import OnOverlap, OnTruncated
+from dspark_lab.records import Conversation, Sampling
 from dspark_lab.validation import checked
 
 
 class Corpus:
     """The data recipe.
 
-    With ``regenerate`` the target answers the prompts: training prompts with ``samplings`` in turn, validation prompts
-    greedily, so that they can be replayed. Without, the conversations end with assistant turns of their own.
-    ``packaged_answers`` names answers shipped with this package, used where this very target wrote them;
+    With ``regenerate`` the target answers the prompts: training prompts ``samples_per_prompt`` times with ``samplings``
+    in turn, validation prompts once and greedily, so that they can be replayed. An assistant's turn at the end is cut
+    off before. Without, the conversations end with assistant turns of their own.
+    ``truncated`` says what becomes of training answers that were cut at ``max_new_tokens``; empty ones are always
+    dropped. ``overlap`` says what becomes of training conversations that share 13 words in a row with a prompt of the
+    benchmark. ``packaged_answers`` names answers shipped with this package, used where this very target wrote them;
     ``num_checked`` of the greedy ones are written again and compared.
     """
 
@@ -25,7 +29,10 @@ class Corpus:
         validation: PromptSource,
         regenerate: bool,
         samplings: tuple[Sampling, ...],
+        samples_per_prompt: int,
         max_new_tokens: int,
+        truncated: OnTruncated,
+        overlap: OnOverlap,
         packaged_answers: str | None,
         num_checked: int,
         enable_thinking: bool | None,
@@ -41,13 +48,25 @@ class Corpus:
             raise ValueError(
                 f"packaged_answers={packaged_answers!r} has no effect with regenerate=false: set it to null"
             )
+        if not regenerate and samples_per_prompt != 1:
+            raise ValueError(
+                f"samples_per_prompt={samples_per_prompt} has no effect with regenerate=false: set it to 1"
+            )
+        if not regenerate and truncated == "drop":
+            raise ValueError("truncated='drop' has no effect with regenerate=false: set it to keep")
         self.train, self.validation = train, validation
         self.regenerate = regenerate
         limited = tuple(replace(sampling, max_new_tokens=max_new_tokens) for sampling in samplings)
-        self.mix = SamplingMix(samplings=limited) if regenerate else None
+        self.mix = SamplingMix(samplings=limited, samples_per_prompt=samples_per_prompt) if regenerate else None
         self.greedy = Sampling(max_new_tokens=max_new_tokens)
+        self.truncated: OnTruncated = truncated
+        self.overlap: OnOverlap = overlap
         self.packaged_answers, self.num_checked = packaged_answers, num_checked
         self.enable_thinking = enable_thinking
         self.draft_vocab_size = draft_vocab_size
         self.row_tokens, self.rows_per_batch = row_tokens, rows_per_batch
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor
+
+    def read(self, source: PromptSource) -> list[Conversation]:
+        """The conversations of ``source``, cut to their prompts where the target is to answer them."""
+        return [to_prompt(conversation) if self.regenerate else conversation for conversation in source]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dspark_lab.drafter.attention import Visibility
+from dspark_lab.drafter.objective import Supervision
 from dspark_lab.records import Batch
 
 
@@ -21,13 +22,22 @@ def supervised_pairs(batch: Batch) -> Tensor:
     return pairs
 
 
-def sample_anchors(batch: Batch, *, num_anchors: int, seed: int) -> Tensor:
-    """int64 [A] ascending indices into the flattened batch: up to ``num_anchors`` of each row, without replacement.
+def block_candidates(batch: Batch, *, supervision: Supervision, block_size: int) -> Tensor:
+    """bool [N]: tokens that may be anchors. Speculators' only need a whole block after them in the row."""
+    if supervision != "speculators":
+        return supervised_pairs(batch)
+    candidates = batch.loss_mask.clone()
+    candidates[:, -block_size:] = False
+    return candidates.flatten()
+
+
+def sample_anchors(batch: Batch, candidates: Tensor, *, num_anchors: int, seed: int) -> Tensor:
+    """int64 [A] ascending indices into the flattened batch: up to ``num_anchors`` candidates of each row, all different.
 
     The draw is keyed by (seed, epoch, row), so it does not depend on ranks, workers or the rows beside it.
     """
     row_tokens = batch.token_ids.shape[1]
-    candidates = supervised_pairs(batch).view(-1, row_tokens).cpu()
+    candidates = candidates.view(-1, row_tokens).cpu()
     chosen = []
     for row, row_id in enumerate(batch.row_ids):
         eligible = candidates[row].nonzero().flatten()
@@ -46,17 +56,25 @@ class Blocks:
     visibility: Visibility  # of the A * B queries
     labels: Tensor  # [A, S] target ids
     previous_token_ids: Tensor  # [A, S]: the true token before each label
-    supervised: Tensor  # bool [A, S]: a run of True, cut at the first label that is not the assistant's
+    supervised: Tensor  # bool [A, S]
     teacher: Tensor  # [A, S]: index of the token whose last hidden state predicts the label
 
 
 def gather_blocks(
-    batch: Batch, anchors: Tensor, *, block_size: int, mask_token_id: int, sample_from_anchor: bool
+    batch: Batch,
+    anchors: Tensor,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    sample_from_anchor: bool,
+    supervision: Supervision,
 ) -> Blocks:
     """Blocks at ``anchors`` [A] (indices into the flattened batch).
 
     Anchor-first: slot k predicts the token k + 1 places after the anchor. 1 + N: slot 0 predicts nothing and slot k the
-    token k places after the anchor (algorithms.md 0.3).
+    token k places after the anchor (algorithms.md 0.3). Supervised is a run of slots, cut at the first label that is not
+    the assistant's or of another document; by Speculators' convention every slot k whose *own* token, k places after the
+    anchor, is supervised, whatever lies between (3.5).
     """
     token_ids, document = batch.token_ids.flatten(), batch.document_ids.flatten()
     position, mask = batch.position_ids.flatten(), batch.loss_mask.flatten()
@@ -68,7 +86,11 @@ def gather_blocks(
     label = anchors[:, None] + offsets
     inside = label < token_ids.numel()
     label = label.clamp(max=token_ids.numel() - 1)
-    valid = inside & mask[label] & (document[label] == document[anchors][:, None])
+    if supervision == "speculators":
+        supervised = inside & mask[label - 1 if sample_from_anchor else label]
+    else:
+        valid = inside & mask[label] & (document[label] == document[anchors][:, None])
+        supervised = valid.cumprod(dim=1).bool()
     return Blocks(
         token_ids=inputs,
         position_ids=position[anchors][:, None] + slots,
@@ -79,6 +101,6 @@ def gather_blocks(
         ),
         labels=token_ids[label],
         previous_token_ids=token_ids[label - 1],
-        supervised=valid.cumprod(dim=1).bool(),
+        supervised=supervised,
         teacher=label - 1,
     )

@@ -2,11 +2,12 @@
 
 A query sees the context keys ``lower <= j < upper`` (a contiguous run, since the tokens of a document are) and the own
 keys of its group. For block drafters a group is a block of slots, and ``upper`` is the anchor: strictly earlier states.
-For EAGLE-3 a group is one slot, and its own keys are those of its earlier training-time-test steps.
+For EAGLE-3 a group is one slot, and its own keys are those of its earlier training-time-test steps. A sliding window
+raises ``lower``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -18,19 +19,36 @@ CHUNK = 128
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """``lower``, ``upper``: int64 [Q], both non-decreasing. Queries come in consecutive groups of ``group_size``."""
+    """``lower``, ``upper``: int64 [Q], lower <= upper. Queries come in consecutive groups of ``group_size``.
+
+    ``causal``: a query sees the own keys of its group up to itself only.
+    """
 
     lower: Tensor
     upper: Tensor
     group_size: int
+    causal: bool = False
+
+    def __getitem__(self, queries: Tensor | slice) -> "Visibility":
+        """That of some queries, whole groups if they have more than one slot."""
+        return Visibility(self.lower[queries], self.upper[queries], self.group_size, self.causal)
+
+    def within(self, window: int, *, ahead: Tensor | int, causal: bool) -> "Visibility":
+        """Only the last ``window - ahead`` context keys; ``ahead`` [Q]: places that a query is beyond its ``upper``."""
+        lower = torch.maximum(self.lower, torch.minimum(self.upper + ahead - window, self.upper))
+        return Visibility(lower, self.upper, self.group_size, causal)
+
+    def own(self, query: Tensor, slot: Tensor) -> Tensor:
+        """bool: whether the own key of ``slot`` is in the query's group and not hidden from it."""
+        same = query // self.group_size == slot // self.group_size
+        return same & (slot <= query) if self.causal else same
 
     def dense(self, num_context: int, num_own: int) -> Tensor:
         """bool [Q, num_context + num_own * Q]: the mask this stands for (own keys step by step, each [Q])."""
         query = torch.arange(self.lower.numel(), device=self.lower.device)
         key = torch.arange(num_context, device=self.lower.device)
         context = (key >= self.lower[:, None]) & (key < self.upper[:, None])
-        own = (query // self.group_size)[:, None] == query // self.group_size
-        return torch.cat([context] + [own] * num_own, dim=1)
+        return torch.cat([context] + [self.own(query[:, None], query)] * num_own, dim=1)
 
 
 def attend(
@@ -63,11 +81,11 @@ def _attend_chunk(
     visibility: Visibility,
     rows: slice,
 ) -> Tensor:
-    part = Visibility(visibility.lower[rows], visibility.upper[rows], visibility.group_size)
+    part = visibility[rows]
     first, last = int(part.lower.min()), int(part.upper.max())
     key = torch.cat([context[0][first:last], *(k[rows] for k, _ in own)])
     value = torch.cat([context[1][first:last], *(v[rows] for _, v in own)])
-    mask = Visibility(part.lower - first, part.upper - first, part.group_size).dense(last - first, len(own))
+    mask = replace(part, lower=part.lower - first, upper=part.upper - first).dense(last - first, len(own))
     # Query heads that share a key head become more queries of that head: keys and values are not repeated.
     num_queries, num_heads, head_dim = query[rows].shape
     shared = num_heads // key.shape[1]
@@ -87,12 +105,11 @@ def _attend_flex(
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     num_queries, num_context = query.shape[0], context[0].shape[0]
-    lower, upper, group_size = visibility.lower, visibility.upper, visibility.group_size
+    lower, upper = visibility.lower, visibility.upper
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         in_context = (kv < num_context) & (kv >= lower[q]) & (kv < upper[q])
-        slot = (kv - num_context) % num_queries
-        return in_context | ((kv >= num_context) & (slot // group_size == q // group_size))
+        return in_context | ((kv >= num_context) & visibility.own(q, (kv - num_context) % num_queries))
 
     key = torch.cat([context[0], *(k for k, _ in own)])
     value = torch.cat([context[1], *(v for _, v in own)])

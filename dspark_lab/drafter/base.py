@@ -1,11 +1,12 @@
 """The LightningModule that all drafters share: borrowed matrices, the training step, the walk over chunks.
 
-An algorithm adds four methods: ``forward`` (the network up to hidden states), ``head`` (hidden states -> draft logits),
-``loss`` (the objective) and ``propose`` (inference). ``loss`` and ``propose`` share ``head``.
+An algorithm adds ``forward`` (the network up to hidden states), ``head`` (hidden states -> draft logits), terms of its own
+to ``loss_terms``, and ``propose`` (inference). ``loss`` and ``propose`` share ``head``.
 """
 
+import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import lightning as L
@@ -13,15 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchmetrics import MeanMetric
 
 from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.decoding.sampling import draw, probabilities
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.losses import LossTerms, walk_chunks
+from dspark_lab.drafter.losses import Divergences, LossTerms, walk_chunks
+from dspark_lab.drafter.objective import Loss, normalisation
 from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
 from dspark_lab.records import Batch, Proposal, Sampling, TargetSpec
 from dspark_lab.target.protocol import TargetHead
-from dspark_lab.training.optimizers import OptimizerRecipe, WarmupCosine
+from dspark_lab.training.lr_schedules import LrSchedule
+from dspark_lab.training.optimizers import OptimizerRecipe
 from dspark_lab.training.sharding import shard
 
 
@@ -59,8 +65,9 @@ class Borrowed:
 class Recipe:
     """How a drafter is trained, whatever its algorithm. ``seed`` keys its anchors."""
 
+    loss: Loss
     optimizer: OptimizerRecipe
-    lr_schedule: WarmupCosine
+    lr_schedule: LrSchedule
     seed: int
 
 
@@ -72,14 +79,31 @@ class Drafter(L.LightningModule):
     """
 
     num_draft_tokens: int  # tokens that one proposal holds at most
+    chained = False  # whether the slots of a block are steps of a chain (EAGLE-3)
+    decays: Tensor
 
-    def __init__(self, *, borrowed: Borrowed, recipe: Recipe, head_chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        borrowed: Borrowed,
+        recipe: Recipe,
+        num_slots: int,
+        head_chunk_tokens: int,
+        own_terms: frozenset[str] = frozenset(),
+    ) -> None:
+        """``num_slots``: that predict in a block; ``own_terms``: names that ``loss_terms`` adds to the divergences."""
         super().__init__()
         self.target, self.target_head, self.vocabulary = borrowed.target, borrowed.head, borrowed.vocabulary
         lm_head = self.target_head.lm_head
         self.draft_rows = lm_head if self.vocabulary.is_full else lm_head[self.vocabulary.draft_to_target]
         self.recipe = recipe
         self.head_chunk_tokens = head_chunk_tokens
+        self.objective = recipe.loss.objective_of(type(self))
+        self.objective.check_terms(type(self).__name__.lower(), own_terms)
+        self.own_terms = own_terms
+        self.register_buffer("decays", self.objective.decays(num_slots), persistent=False)
+        self.window: list[Tensor] = []  # sums of the losses since the last optimizer step
+        self.val_loss = MeanMetric()
         self.acceptance_estimate = AcceptanceLengthEstimate()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Drafter":
@@ -97,8 +121,44 @@ class Drafter(L.LightningModule):
         """Draft logits [..., V_d] of normed states [..., H]; the previous tokens matter only to order-aware heads."""
         return F.linear(hidden, self.draft_rows.to(hidden.dtype))
 
-    @abstractmethod
-    def loss(self, output: DraftOutput, batch: Batch) -> LossTerms: ...
+    def loss(self, output: DraftOutput, batch: Batch) -> LossTerms:
+        """The objective's terms, summed over the supervised slots chunk by chunk of whole blocks."""
+        factor, denominator = normalisation(
+            self.recipe.loss.normalizer,
+            self.decays,
+            output.supervised,
+            chained=self.chained,
+            num_tokens=batch.token_ids.numel(),
+            dpace=self.objective.weighting == "dpace",
+        )
+
+        def summands(blocks: slice, hidden: Tensor) -> dict[str, Tensor]:
+            chunk = output[blocks].with_hidden(hidden)
+            divergences = self.divergences(chunk)
+            weights = factor * self.objective.slot_weights(self.decays, chunk.supervised, divergences)
+            if self.objective.outside == "mask" and not self.vocabulary.is_full:
+                weights = weights * self.vocabulary.t2d[self.target_argmax(chunk.teacher_hidden)]
+            return {name: (weights * term).sum() for name, term in self.loss_terms(chunk, divergences).items()}
+
+        return walk_chunks(
+            summands,
+            output.hidden,
+            weights=self.objective.active,
+            denominator=denominator,
+            parameters=[p for module in self.head_modules() for p in module.parameters()],
+            chunk_blocks=self._chunk_blocks(output),
+        )
+
+    def loss_terms(self, chunk: DraftOutput, divergences: Divergences) -> dict[str, Tensor]:
+        """Each term with a weight, per slot [A, S]."""
+        return {name: getattr(divergences, name) for name in self.objective.active if name not in self.own_terms}
+
+    def divergences(self, chunk: DraftOutput) -> Divergences:
+        labels, counted = None, None
+        if self.objective.labels == "data":
+            labels, counted = self.vocabulary.to_draft(chunk.labels)
+        logits = self.head(chunk.hidden, chunk.previous_token_ids)
+        return Divergences(logits, lambda: self.teacher_logits(chunk.teacher_hidden), labels, counted)
 
     @abstractmethod
     def propose(
@@ -115,38 +175,63 @@ class Drafter(L.LightningModule):
         """Target logits on the draft vocabulary, [..., V_d]."""
         return F.linear(self.target_head.norm(teacher_hidden.to(self.draft_rows.dtype)), self.draft_rows)
 
-    def walk(
-        self,
-        output: DraftOutput,
-        objective: Callable[[DraftOutput], Mapping[str, Tensor]],
-        *,
-        weights: Mapping[str, float],
-        denominator: Tensor,
-    ) -> LossTerms:
-        """``walk_chunks`` over ``output``: ``objective`` gets chunks of about ``head_chunk_tokens`` slots."""
-        return walk_chunks(
-            lambda blocks, hidden: objective(output[blocks].with_hidden(hidden)),
-            output.hidden,
-            weights=weights,
-            denominator=denominator,
-            parameters=[p for module in self.head_modules() for p in module.parameters()],
-            chunk_blocks=self._chunk_blocks(output),
-        )
+    def target_argmax(self, teacher_hidden: Tensor) -> Tensor:
+        """The target's most likely token over its whole vocabulary: [..., H] -> [...] target ids."""
+        return self.target_head.logits(teacher_hidden.to(self.draft_rows.dtype)).argmax(-1)
 
     def head_modules(self) -> list[nn.Module]:
         """Modules with parameters that ``head`` or ``loss`` use after ``forward``."""
         return []
 
+    def setup(self, stage: str) -> None:
+        self.recipe.loss.check_batches(
+            world_size=self.trainer.world_size, accumulate=self.trainer.accumulate_grad_batches
+        )
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         terms = self.loss(self(batch), batch)
-        rows = len(batch.row_ids)
-        self.log("train/loss", terms.total.detach(), prog_bar=True, batch_size=rows)
-        self.log_dict({f"train/{name}": value for name, value in terms.terms.items()}, batch_size=rows)
-        return terms.total
+        self.window.append(torch.stack([terms.denominator, terms.numerator.detach(), *terms.sums.values()]))
+        return terms.numerator
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Global normaliser: gradients of the sums, divided once by the sum of all weights of the optimizer step.
+
+        Lightning has divided by the accumulated batches and DDP by the ranks. One small vector is all that is reduced.
+        """
+        sums = self.trainer.strategy.reduce(torch.stack(self.window).sum(0), reduce_op="sum")
+        self.window.clear()
+        denominator = sums[0].clamp(min=1e-6)
+        scale = self.trainer.world_size * self.trainer.accumulate_grad_batches / denominator
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        total, *terms = sums[1:] / denominator
+        self.log("train/loss", total, prog_bar=True)
+        self.log_dict({f"train/{name}": value for name, value in zip(self.objective.active, terms, strict=True)})
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the norm over all ranks; a step that a callback ``refuses`` changes no weight."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val or math.inf)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.log("train/gradient_norm", norm)
+        loss = self.trainer.callback_metrics["train/loss"]
+        guards = [guard for guard in self.trainer.callbacks if hasattr(guard, "refuses")]  # pyright: ignore
+        if any(
+            guard.refuses(step=self.trainer.global_step, loss=float(loss), gradient_norm=float(norm))
+            for guard in guards
+        ):
+            optimizer.zero_grad(set_to_none=True)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         output = self(batch)
-        self.log("val/loss", self.loss(output, batch).total, batch_size=max(output.hidden.shape[0], 1))
+        terms = self.loss(output, batch)
+        self.val_loss.update(terms.total, weight=terms.denominator)
+        self.log("val/loss", self.val_loss, batch_size=1)
         self.acceptance_estimate.update(self.agreement(output), output.supervised)
         self.log("val/acceptance_length_estimate", self.acceptance_estimate, prog_bar=True, batch_size=1)
 
@@ -161,8 +246,7 @@ class Drafter(L.LightningModule):
         for start in range(0, output.hidden.shape[0], step):
             chunk = output[start : start + step]
             drafted = self.vocabulary.to_target(self.head(chunk.hidden, chunk.previous_token_ids).argmax(-1))
-            teacher = self.target_head.logits(chunk.teacher_hidden.to(self.draft_rows.dtype))
-            agreed.append(drafted == teacher.argmax(-1))
+            agreed.append(drafted == self.target_argmax(chunk.teacher_hidden))
         return torch.cat(agreed)
 
     def configure_model(self) -> None:

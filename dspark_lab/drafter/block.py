@@ -6,12 +6,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from dspark_lab.drafter.anchors import Blocks, gather_blocks, sample_anchors
+from dspark_lab.drafter.anchors import Blocks, block_candidates, gather_blocks, sample_anchors
 from dspark_lab.drafter.attention import Visibility
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rotary, layer_config
-from dspark_lab.drafter.losses import exponential_decay
+from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rotary, SlidingWindow, layer_config
 from dspark_lab.records import Batch
 
 
@@ -20,8 +19,6 @@ class BlockDrafter(Drafter):
 
     Algorithms.md 2.2. Anchor-first (``sample_from_anchor``): every slot predicts; 1 + N: the slots after the anchor do.
     """
-
-    decay: Tensor
 
     def __init__(
         self,
@@ -33,17 +30,26 @@ class BlockDrafter(Drafter):
         intermediate_size: int | None,
         block_size: int,
         num_anchors: int,
-        decay_gamma: float,
         sample_from_anchor: bool,
+        window: SlidingWindow | None,
+        own_terms: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__(borrowed=borrowed, recipe=recipe, head_chunk_tokens=head_chunk_tokens)
         if block_size < 2:
             raise ValueError(f"block_size={block_size} must be at least 2: the anchor and a slot to predict")
+        num_slots = block_size if sample_from_anchor else block_size - 1
+        super().__init__(
+            borrowed=borrowed,
+            recipe=recipe,
+            num_slots=num_slots,
+            head_chunk_tokens=head_chunk_tokens,
+            own_terms=own_terms,
+        )
+        if window is not None:
+            window.check(num_layers=num_layers, least=block_size)
         target = borrowed.target
         config = layer_config(target, num_layers=num_layers, intermediate_size=intermediate_size)
         self.block_size, self.num_anchors, self.sample_from_anchor = block_size, num_anchors, sample_from_anchor
-        self.num_draft_tokens = block_size if sample_from_anchor else block_size - 1
-        self.register_buffer("decay", exponential_decay(self.num_draft_tokens, decay_gamma), persistent=False)
+        self.num_draft_tokens, self.window_attention = num_slots, window
         self.fc = nn.Linear(len(target.layer_ids) * target.hidden_size, target.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
         layers = nn.ModuleList(BlockLayer(config) for _ in range(num_layers))
@@ -52,10 +58,10 @@ class BlockDrafter(Drafter):
         self.rotary = Rotary(config)
 
     def forward(self, batch: Batch) -> DraftOutput:
-        anchors = sample_anchors(batch, num_anchors=self.num_anchors, seed=self.recipe.seed)
-        blocks = self.blocks(batch, anchors)
+        blocks = self.blocks(batch, self.anchors(batch))
         context = self.context(batch.hidden_states.flatten(0, 1), batch.position_ids.flatten())
-        hidden = self.backbone(blocks.token_ids, blocks.position_ids, context, blocks.visibility)
+        visible = self.visible(blocks.visibility, serving=False)
+        hidden = self.backbone(blocks.token_ids, blocks.position_ids, context, visible)
         return DraftOutput(
             hidden=hidden,
             previous_token_ids=blocks.previous_token_ids,
@@ -64,6 +70,21 @@ class BlockDrafter(Drafter):
             teacher_hidden=batch.last_hidden_state.flatten(0, 1)[blocks.teacher],
         )
 
+    def anchors(self, batch: Batch) -> Tensor:
+        """int64 [A]: indices into the flattened batch."""
+        candidates = block_candidates(batch, supervision=self.recipe.loss.supervision, block_size=self.block_size)
+        return sample_anchors(batch, candidates, num_anchors=self.num_anchors, seed=self.recipe.seed)
+
+    def visible(self, full: Visibility, *, serving: bool) -> list[Visibility]:
+        """What each layer's queries see: everything, or a window that ends at the anchor or, in engines, at the query."""
+        window = self.window_attention
+        if window is None:
+            return [full] * len(self.layers)
+        slot = torch.arange(full.lower.numel(), device=full.lower.device) % self.block_size
+        ahead = slot + 1 if serving or window.origin == "query" else 0
+        inside = full.within(window.tokens, ahead=ahead, causal=window.causal)
+        return [full if layer in window.full_layers else inside for layer in range(len(self.layers))]
+
     def blocks(self, batch: Batch, anchors: Tensor) -> Blocks:
         return gather_blocks(
             batch,
@@ -71,6 +92,7 @@ class BlockDrafter(Drafter):
             block_size=self.block_size,
             mask_token_id=self.target.mask_token_id,
             sample_from_anchor=self.sample_from_anchor,
+            supervision=self.recipe.loss.supervision,
         )
 
     def context(self, hidden_states: Tensor, position_ids: Tensor) -> list[KeyValue]:
@@ -80,12 +102,12 @@ class BlockDrafter(Drafter):
         return [layer.self_attn.keys_values(states, rope) for layer in self.layers]
 
     def backbone(
-        self, token_ids: Tensor, position_ids: Tensor, context: list[KeyValue], visibility: Visibility
+        self, token_ids: Tensor, position_ids: Tensor, context: list[KeyValue], visible: list[Visibility]
     ) -> Tensor:
         """Block ids and positions [A, B] -> normed hidden states of the predicting slots [A, S, H]."""
         states = self.target_head.embed(token_ids.flatten()).to(self.fc.weight.dtype)
         rope = self.rotary(position_ids.flatten())
-        for layer, keys_values in zip(self.layers, context, strict=True):
+        for layer, keys_values, visibility in zip(self.layers, context, visible, strict=True):
             states = layer(states, rope, keys_values, visibility)
         hidden = self.norm(states).unflatten(0, token_ids.shape)
         # Contiguous: a strided input makes F.linear a batch of small products, at a third of the speed.
@@ -95,7 +117,7 @@ class BlockDrafter(Drafter):
         """Hidden states [S, H] of the block at the context's anchor; its new states go into the cache, the block does not.
 
         The whole trained block is always computed, also when fewer tokens are wanted: with fewer mask tokens it would see
-        something it was never trained on.
+        something it was never trained on. A window ends at each query, as in the engine.
         """
         start = context.position - context.token_ids.numel()
         new = self.context(context.hidden_states, torch.arange(start, context.position, device=self.device))
@@ -107,8 +129,8 @@ class BlockDrafter(Drafter):
         ids[0, 0] = context.anchor_token_id
         positions = context.position + torch.arange(self.block_size, device=self.device)
         lower = torch.zeros(self.block_size, dtype=torch.int64, device=self.device)
-        visibility = Visibility(lower, torch.full_like(lower, context.position), self.block_size)
-        return self.backbone(ids, positions[None], context.cache, visibility)[0]
+        full = Visibility(lower, torch.full_like(lower, context.position), self.block_size)
+        return self.backbone(ids, positions[None], context.cache, self.visible(full, serving=True))[0]
 
 
 def _append(past: KeyValue, new: KeyValue) -> KeyValue:

@@ -1,23 +1,21 @@
 """DFlash: a block drafter that predicts all slots at once, independently of each other.
 
-"DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036. Layout 1 + N: slot 0 holds the anchor, the
-others mask tokens; slot k predicts the token k places after the anchor.
+"DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036. Slot 0 holds the anchor, the others mask tokens.
+The paper's layout is 1 + N: slot k predicts the token k places after the anchor.
 """
 
 import torch
-from torch import Tensor
 
-from dspark_lab.drafter.base import Borrowed, DraftOutput, Recipe
+from dspark_lab.drafter.base import Borrowed, Recipe
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.layers import initialise
-from dspark_lab.drafter.losses import LossTerms, cross_entropy
-from dspark_lab.records import Batch, Proposal, Sampling
+from dspark_lab.drafter.layers import SlidingWindow, initialise
+from dspark_lab.records import Proposal, Sampling
 from dspark_lab.validation import checked
 
 
 class DFlash(BlockDrafter):
-    """Cross-entropy on the answer's own tokens, decayed by exp(-(k - 1) / gamma) over the slots k = 1..B-1."""
+    """The shared backbone and the frozen vocabulary matrix, nothing else."""
 
     @checked
     def __init__(
@@ -29,7 +27,8 @@ class DFlash(BlockDrafter):
         intermediate_size: int | None,
         block_size: int,
         num_anchors: int,
-        decay_gamma: float,
+        sample_from_anchor: bool,
+        window: SlidingWindow | None,
         head_chunk_tokens: int,
     ) -> None:
         super().__init__(
@@ -40,19 +39,10 @@ class DFlash(BlockDrafter):
             intermediate_size=intermediate_size,
             block_size=block_size,
             num_anchors=num_anchors,
-            decay_gamma=decay_gamma,
-            sample_from_anchor=False,
+            sample_from_anchor=sample_from_anchor,
+            window=window,
         )
         initialise(self)
-
-    def loss(self, output: DraftOutput, batch: Batch) -> LossTerms:
-        def objective(chunk: DraftOutput) -> dict[str, Tensor]:
-            labels, in_vocabulary = self.vocabulary.to_draft(chunk.labels)
-            slots = self.decay * chunk.supervised * in_vocabulary
-            return {"ce": (slots * cross_entropy(self.head(chunk.hidden, chunk.previous_token_ids), labels)).sum()}
-
-        denominator = (self.decay * output.supervised).sum() + 1e-6
-        return self.walk(output, objective, weights={"ce": 1.0}, denominator=denominator)
 
     @torch.inference_mode()
     def propose(
@@ -62,7 +52,7 @@ class DFlash(BlockDrafter):
         num_draft_tokens: int,
         sampling: Sampling,
         generator: torch.Generator | None = None,
-        forced_token_ids: Tensor | None = None,
+        forced_token_ids: torch.Tensor | None = None,
     ) -> Proposal:
         self.check_num_draft_tokens(num_draft_tokens)
         hidden = self.draft_block(context)

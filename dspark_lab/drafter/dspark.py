@@ -1,8 +1,10 @@
 """DSpark: a block drafter with a Markov head for order inside the block and a confidence head for scheduling.
 
 Cheng et al. 2026, "Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation", arXiv 2607.05147,
-sections 3.1-3.3. Layout anchor-first: slot k predicts the token k + 1 places after the anchor.
+sections 3.1-3.3. The paper's layout is anchor-first: slot k predicts the token k + 1 places after the anchor.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +12,18 @@ from torch import Tensor, nn
 from dspark_lab.drafter.base import Borrowed, DraftOutput, Recipe
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.heads import ConfidenceHead, MarkovHead
-from dspark_lab.drafter.layers import initialise
-from dspark_lab.drafter.losses import LossTerms, confidence_loss, cross_entropy, total_variation
-from dspark_lab.records import Batch, Proposal, Sampling
+from dspark_lab.drafter.heads import ConfidenceHead, MarkovHead, MarkovKind
+from dspark_lab.drafter.layers import SlidingWindow, initialise
+from dspark_lab.drafter.losses import Divergences, confidence_loss
+from dspark_lab.records import Proposal, Sampling
 from dspark_lab.validation import checked
 
 
 class DSpark(BlockDrafter):
-    """Loss per slot, decayed by exp(-k / gamma): ``ce_weight`` CE on the answer's tokens + ``l1_weight`` |p - q|_1
-    + ``confidence_weight`` BCE of the confidence against the analytic acceptance 1 - TV(p, q) (equations 9-12).
+    """The block backbone, a Markov head (or none) and a confidence head (or none).
+
+    ``markov_init``: *paper*, everything ~ N(0, 0.02), so small that training starts from the pure block drafter;
+    *speculators*, W1 ~ N(0, 0.01) and torch's own defaults for the other parts.
     """
 
     @checked
@@ -32,13 +36,19 @@ class DSpark(BlockDrafter):
         intermediate_size: int | None,
         block_size: int,
         num_anchors: int,
-        decay_gamma: float,
+        sample_from_anchor: bool,
+        window: SlidingWindow | None,
+        markov: MarkovKind | None,
         markov_rank: int,
-        ce_weight: float,
-        l1_weight: float,
-        confidence_weight: float,
+        markov_init: Literal["paper", "speculators"],
+        confidence: bool,
         head_chunk_tokens: int,
     ) -> None:
+        if markov == "rnn" and not sample_from_anchor:
+            raise ValueError(
+                "markov=rnn with sample_from_anchor=false: its recurrence would begin at a slot that predicts nothing; "
+                "use markov=gated or the anchor-first layout"
+            )
         super().__init__(
             borrowed=borrowed,
             recipe=recipe,
@@ -47,42 +57,53 @@ class DSpark(BlockDrafter):
             intermediate_size=intermediate_size,
             block_size=block_size,
             num_anchors=num_anchors,
-            decay_gamma=decay_gamma,
-            sample_from_anchor=True,
+            sample_from_anchor=sample_from_anchor,
+            window=window,
+            own_terms=frozenset({"confidence"} if confidence else ()),
         )
-        target = borrowed.target
-        self.markov_head = MarkovHead(
-            vocab_size=target.vocab_size, draft_vocab_size=borrowed.vocabulary.size, rank=markov_rank
-        )
-        self.confidence_head = ConfidenceHead(input_size=target.hidden_size + markov_rank)
-        self.loss_weights = {"ce": ce_weight, "l1": l1_weight, "confidence": confidence_weight}
-        initialise(self)
+        size = borrowed.target.hidden_size
+        self.markov_head = None
+        if markov is not None:
+            self.markov_head = MarkovHead(
+                kind=markov,
+                vocab_size=borrowed.target.vocab_size,
+                draft_vocab_size=borrowed.vocabulary.size,
+                rank=markov_rank,
+                hidden_size=size,
+            )
+        self.confidence_head = None
+        if confidence:
+            if "confidence" not in self.objective.active:
+                raise ValueError(
+                    "confidence=true but loss.dspark.terms.confidence is 0: the head would never learn; give the term a "
+                    "weight or set drafter.confidence=false"
+                )
+            self.confidence_head = ConfidenceHead(input_size=size + (markov_rank if markov is not None else 0))
+        initialise(self, skip=self.head_modules() if markov_init == "speculators" else ())
+        if markov_init == "speculators" and self.markov_head is not None:
+            nn.init.normal_(self.markov_head.markov_w1.weight, std=0.01)
 
     def head(self, hidden: Tensor, previous_token_ids: Tensor) -> Tensor:
         # Teacher forcing in loss(): the true token before each slot; propose() passes the drawn one.
-        return super().head(hidden, previous_token_ids) + self.markov_head(previous_token_ids)
+        logits = super().head(hidden, previous_token_ids)
+        return logits if self.markov_head is None else logits + self.markov_head(previous_token_ids, hidden)
 
     def head_modules(self) -> list[nn.Module]:
-        return [self.markov_head, self.confidence_head]
+        return [module for module in (self.markov_head, self.confidence_head) if module is not None]
+
+    def loss_terms(self, chunk: DraftOutput, divergences: Divergences) -> dict[str, Tensor]:
+        terms = super().loss_terms(chunk, divergences)
+        if self.confidence_head is not None:
+            logits = self.confidence_logits(chunk.hidden, chunk.previous_token_ids)
+            terms["confidence"] = confidence_loss(logits, 1.0 - divergences.tv)
+        return {name: terms[name] for name in self.objective.active}
 
     def confidence_logits(self, hidden: Tensor, previous_token_ids: Tensor) -> Tensor:
-        return self.confidence_head(hidden, self.markov_head.markov_w1(previous_token_ids))
-
-    def loss(self, output: DraftOutput, batch: Batch) -> LossTerms:
-        def objective(chunk: DraftOutput) -> dict[str, Tensor]:
-            slots = self.decay * chunk.supervised
-            labels, in_vocabulary = self.vocabulary.to_draft(chunk.labels)
-            logits = self.head(chunk.hidden, chunk.previous_token_ids)
-            distance = total_variation(logits, self.teacher_logits(chunk.teacher_hidden))
-            confidence = self.confidence_logits(chunk.hidden, chunk.previous_token_ids)
-            return {
-                "ce": (slots * in_vocabulary * cross_entropy(logits, labels)).sum(),
-                "l1": (slots * 2.0 * distance).sum(),
-                "confidence": (slots * confidence_loss(confidence, 1.0 - distance)).sum(),
-            }
-
-        denominator = (self.decay * output.supervised).sum() + 1e-6
-        return self.walk(output, objective, weights=self.loss_weights, denominator=denominator)
+        """[..., H] and [...] -> [...]: logit of the probability that a slot is accepted given its prefix."""
+        assert self.confidence_head is not None
+        if self.markov_head is not None:
+            hidden = torch.cat([hidden, self.markov_head.markov_w1(previous_token_ids)], dim=-1)
+        return self.confidence_head(hidden)
 
     @torch.inference_mode()
     def propose(
@@ -98,14 +119,25 @@ class DSpark(BlockDrafter):
         hidden = self.draft_block(context)
         # One matrix product for the block; the walk adds each slot's Markov bias, as head() does.
         block_logits = super().head(hidden, hidden.new_empty(0, dtype=torch.int64))
+        state: Tensor | None = None
+
+        def next_logits(k: int, previous: Tensor) -> Tensor:
+            nonlocal state
+            if self.markov_head is None:
+                return block_logits[k]
+            bias, state = self.markov_head.step(previous, hidden[k], state)
+            return block_logits[k] + bias
+
         token_ids, distributions = self.walk_slots(
             context.anchor_token_id,
-            lambda k, previous: block_logits[k] + self.markov_head(previous),
+            next_logits,
             num_draft_tokens=num_draft_tokens,
             sampling=sampling,
             generator=generator,
             forced_token_ids=forced_token_ids,
         )
+        if self.confidence_head is None:
+            return Proposal(token_ids, distributions)
         before = torch.cat([token_ids.new_tensor([context.anchor_token_id]), token_ids])[:num_draft_tokens]
         confidence = self.confidence_logits(hidden[:num_draft_tokens], before).sigmoid()
         return Proposal(token_ids, distributions, confidence)

@@ -6,25 +6,28 @@ its own hidden state, beside the true token i + 1 + t.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from dspark_lab.drafter.anchors import supervised_pairs
 from dspark_lab.drafter.attention import Visibility
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.layers import ChainLayer, KeyValue, Rope, Rotary, initialise, layer_config
-from dspark_lab.drafter.losses import LossTerms, soft_cross_entropy
+from dspark_lab.drafter.layers import ChainLayer, KeyValue, Rope, Rotary, SlidingWindow, initialise, layer_config
 from dspark_lab.records import Batch, Proposal, Sampling
 from dspark_lab.validation import checked
 
 
 class Eagle3(Drafter):
-    """Soft cross-entropy against the target's distribution on the draft vocabulary, step t weighted by ``step_decay``^t."""
+    """One or more decoder layers over (token embedding, hidden state), fed with their own outputs.
 
-    step_weights: Tensor
+    ``feature_norm``: norms before ``fc``: none (the paper); *joint*, one over all captured layers (Speculators'
+    ``norm_before_fc``); *layer*, one for each (``fc_norm``, EAGLE-3.1). ``norm_output``: the normed output is fed back
+    (EAGLE-3.1), else the output itself. ``norm_before_residual``, ``qk_norm``: see ``ChainLayer``.
+    """
+
+    chained = True
 
     @checked
     def __init__(
@@ -35,17 +38,32 @@ class Eagle3(Drafter):
         num_layers: int,
         intermediate_size: int | None,
         ttt_steps: int,
-        step_decay: float,
         num_draft_tokens: int,
+        feature_norm: Literal["joint", "layer"] | None,
+        norm_before_residual: bool,
+        norm_output: bool,
+        qk_norm: bool,
+        window: SlidingWindow | None,
         head_chunk_tokens: int,
     ) -> None:
-        super().__init__(borrowed=borrowed, recipe=recipe, head_chunk_tokens=head_chunk_tokens)
+        super().__init__(borrowed=borrowed, recipe=recipe, num_slots=ttt_steps, head_chunk_tokens=head_chunk_tokens)
+        if window is not None:
+            window.check(num_layers=num_layers, least=ttt_steps)
         target = borrowed.target
         config = layer_config(target, num_layers=num_layers, intermediate_size=intermediate_size)
         self.ttt_steps, self.num_draft_tokens = ttt_steps, num_draft_tokens
-        self.register_buffer("step_weights", step_decay ** torch.arange(ttt_steps).float(), persistent=False)
-        self.fc = nn.Linear(len(target.layer_ids) * target.hidden_size, target.hidden_size, bias=False)
-        layers = nn.ModuleList(ChainLayer(config, first=index == 0) for index in range(num_layers))
+        self.norm_output, self.window_attention = norm_output, window
+        size, eps = target.hidden_size, target.rms_norm_eps
+        if feature_norm == "joint":
+            self.input_norm = nn.RMSNorm(len(target.layer_ids) * size, eps=eps)
+        if feature_norm == "layer":
+            self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps=eps) for _ in target.layer_ids)
+        self.feature_norm = feature_norm
+        self.fc = nn.Linear(len(target.layer_ids) * size, size, bias=False)
+        layers = nn.ModuleList(
+            ChainLayer(config, first=index == 0, qk_norm=qk_norm, norm_before_residual=norm_before_residual)
+            for index in range(num_layers)
+        )
         self.layers = cast(Sequence[ChainLayer], layers)  # a ModuleList has no type of its members
         self.norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
         self.rotary = Rotary(config)
@@ -58,40 +76,76 @@ class Eagle3(Drafter):
         steps = torch.arange(self.ttt_steps, device=token_ids.device)
         fed = (slots[:, None] + 1 + steps).clamp(max=token_ids.numel() - 1)  # tokens fed at each step, [A, S]
 
-        rope = self.rotary(position)
         causal = Visibility(lower=index - position, upper=index + 1, group_size=1)
         hidden, contexts = self.first_step(
-            self.fc(self.features(batch.hidden_states.flatten(0, 1))), token_ids.roll(-1), rope, causal, slots
+            self.fuse(batch.hidden_states.flatten(0, 1)), token_ids.roll(-1), self.rotary(position), causal, slots
         )
         outputs = [hidden]
         own: list[list[KeyValue]] = [[] for _ in self.layers]
-        visible = Visibility(causal.lower[slots], causal.upper[slots], 1)
         for step in range(1, self.ttt_steps):
             rope = self.rotary(position[slots] + step)
+            visible = self.visible(causal[slots], step=self.steps_ahead(step))
             outputs.append(self.next_step(outputs[-1], token_ids[fed[:, step]], rope, contexts, own, visible))
+        hidden = torch.stack(outputs, dim=1)
         return DraftOutput(
-            hidden=self.norm(torch.stack(outputs, dim=1)),
+            hidden=hidden if self.norm_output else self.norm(hidden),
             previous_token_ids=token_ids[fed],
             labels=token_ids[(fed + 1).clamp(max=token_ids.numel() - 1)],
             supervised=supervised,
             teacher_hidden=batch.last_hidden_state.flatten(0, 1)[fed],
         )
 
-    def chains(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Slots [A] with at least one supervised step, and which steps are, bool [A, S] (a run of True).
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """Captured states [N, L, H] -> [N, H]."""
+        features = self.features(hidden_states)
+        if self.feature_norm == "joint":
+            features = self.input_norm(features)
+        if self.feature_norm == "layer":
+            chunks = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(features)
 
-        Slot i is supervised at step t if tokens i + 1 + t (fed) and i + 2 + t (label) are the assistant's, in one document.
+    def output(self, hidden: Tensor) -> Tensor:
+        """What is fed back of the last layer's output; the logits are the head's of ``norm(output)``, normed once."""
+        return self.norm(hidden) if self.norm_output else hidden
+
+    def steps_ahead(self, step: int) -> int:
+        """How far a window has moved at ``step`` of the training graph."""
+        return step if self.window_attention is not None and self.window_attention.origin == "query" else 0
+
+    def visible(self, full: Visibility, *, step: int) -> list[Visibility]:
+        """What each layer's queries see at a step: all, or the window that ends ``step`` places after the first query."""
+        window = self.window_attention
+        if window is None:
+            return [full] * len(self.layers)
+        inside = full.within(window.tokens, ahead=step, causal=False)
+        return [full if layer in window.full_layers else inside for layer in range(len(self.layers))]
+
+    def chains(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Slots [A] with at least one supervised step, and which steps are, bool [A, S].
+
+        At step t slot i is fed token i + 1 + t and predicts token i + 2 + t. *drafted*: both are the assistant's: a run of
+        True. *speculators*: the fed token is. *deepspec*: token i + t is (algorithms.md 1.4). None leaves the document.
         """
-        pairs, document = supervised_pairs(batch), batch.document_ids.flatten()
-        starts = pairs.clone()
-        starts[0] = False
-        starts[1:] &= document[1:] == document[:-1]  # the state of the token before must exist in this document
-        slots = starts.nonzero().flatten() - 1
-        fed = slots[:, None] + 1 + torch.arange(self.ttt_steps, device=slots.device)
-        inside = fed < pairs.numel()
-        fed = fed.clamp(max=pairs.numel() - 1)
-        valid = inside & pairs[fed] & (document[fed] == document[slots][:, None])
-        return slots, valid.cumprod(dim=1).bool()
+        mask, document = batch.loss_mask.flatten(), batch.document_ids.flatten()
+        slot = torch.arange(mask.numel(), device=mask.device)
+        fed = slot[:, None] + 1 + torch.arange(self.ttt_steps, device=mask.device)
+        last = mask.numel() - 1
+
+        def assistants(index: Tensor) -> Tensor:
+            inside = (index <= last) & (document[index.clamp(max=last)] == document[slot][:, None])
+            return inside & mask[index.clamp(max=last)]
+
+        if self.recipe.loss.supervision == "drafted":
+            supervised = (assistants(fed) & assistants(fed + 1)).cumprod(dim=1).bool()
+        elif self.recipe.loss.supervision == "speculators":
+            supervised = assistants(fed)
+        else:
+            supervised = (
+                assistants(fed - 1) & (fed <= last) & (document[fed.clamp(max=last)] == document[slot][:, None])
+            )
+        slots = supervised.any(dim=1).nonzero().flatten()
+        return slots, supervised[slots]
 
     def first_step(
         self,
@@ -109,16 +163,17 @@ class Eagle3(Drafter):
         embeddings = self.target_head.embed(token_ids).to(hidden.dtype)
         contexts = []
         for depth, layer in enumerate(self.layers):
-            inputs = layer.inputs(embeddings, hidden)
+            inputs, residual = layer.inputs(embeddings, hidden)
             context = layer.self_attn.keys_values(inputs, rope)
             if past is not None:
                 context = torch.cat([past[depth][0], context[0]]), torch.cat([past[depth][1], context[1]])
             contexts.append(context)
+            visible = self.visible(visibility, step=0)[depth]
             if depth == len(self.layers) - 1:
-                inputs, hidden, rope = inputs[slots], hidden[slots], (rope[0][slots], rope[1][slots])
-                visibility = Visibility(visibility.lower[slots], visibility.upper[slots], 1)
-            hidden = layer(inputs, hidden, rope, context, [], visibility)
-        return hidden, contexts
+                inputs, residual, rope = inputs[slots], residual[slots], (rope[0][slots], rope[1][slots])
+                visible = visible[slots]
+            hidden = layer(inputs, residual, rope, context, [], visible)
+        return self.output(hidden), contexts
 
     def next_step(
         self,
@@ -127,27 +182,15 @@ class Eagle3(Drafter):
         rope: Rope,
         contexts: list[KeyValue],
         own: list[list[KeyValue]],
-        visibility: Visibility,
+        visible: list[Visibility],
     ) -> Tensor:
         """One more step of each chain: fed-back states [A, H] and tokens [A] -> [A, H]. Appends to ``own``."""
         embeddings = self.target_head.embed(token_ids).to(hidden.dtype)
-        for layer, context, mine in zip(self.layers, contexts, own, strict=True):
-            inputs = layer.inputs(embeddings, hidden)
+        for layer, context, mine, visibility in zip(self.layers, contexts, own, visible, strict=True):
+            inputs, residual = layer.inputs(embeddings, hidden)
             mine.append(layer.self_attn.keys_values(inputs, rope))
-            hidden = layer(inputs, hidden, rope, context, mine, visibility)
-        return hidden
-
-    def loss(self, output: DraftOutput, batch: Batch) -> LossTerms:
-        # Each step is the mean over its own supervised slots: sum_t w_t * mean_i = sum_t,i w_t / count_t.
-        counts = output.supervised.sum(dim=0).clamp(min=1)
-        weights = self.step_weights / counts
-
-        def objective(chunk: DraftOutput) -> dict[str, Tensor]:
-            logits = self.head(chunk.hidden, chunk.previous_token_ids)
-            terms = soft_cross_entropy(logits, self.teacher_logits(chunk.teacher_hidden))
-            return {"soft_ce": (weights * chunk.supervised * terms).sum()}
-
-        return self.walk(output, objective, weights={"soft_ce": 1.0}, denominator=weights.new_ones(()))
+            hidden = layer(inputs, residual, rope, context, mine, visibility)
+        return self.output(hidden)
 
     @torch.inference_mode()
     def propose(
@@ -163,7 +206,7 @@ class Eagle3(Drafter):
         chain = _Chain(self, context)
         token_ids, distributions = self.walk_slots(
             context.anchor_token_id,
-            lambda k, previous: self.head(self.norm(chain.step(k, previous)), previous),
+            lambda k, previous: self.head(chain.step(k, previous), previous),
             num_draft_tokens=num_draft_tokens,
             sampling=sampling,
             generator=generator,
@@ -179,7 +222,7 @@ class _Chain:
         self.drafter, self.position = drafter, context.position
         new = torch.arange(context.position - context.token_ids.numel(), context.position, device=drafter.device)
         next_ids = torch.cat([context.token_ids[1:], context.token_ids.new_tensor([context.anchor_token_id])])
-        hidden = drafter.fc(drafter.features(context.hidden_states))
+        hidden = drafter.fuse(context.hidden_states)
         causal = Visibility(torch.zeros_like(new), new + 1, 1)
         last = torch.tensor([new.numel() - 1], device=drafter.device)
         self.hidden, context.cache = drafter.first_step(
@@ -188,13 +231,15 @@ class _Chain:
         context.consumed()
         self.contexts = context.cache
         self.own: list[list[KeyValue]] = [[] for _ in drafter.layers]
-        self.visible = Visibility(causal.lower[last], causal.upper[last], 1)
+        self.causal = causal[last]
 
     def step(self, k: int, previous: Tensor) -> Tensor:
-        """Hidden state [H] that predicts draft token k; ``previous`` is the token before it."""
+        """Normed hidden state [H] that predicts draft token k; ``previous`` is the token before it.
+
+        A window moves with the query, as in the engine.
+        """
         if k > 0:
             rope = self.drafter.rotary(torch.tensor([self.position - 1 + k], device=self.drafter.device))
-            self.hidden = self.drafter.next_step(
-                self.hidden, previous[None], rope, self.contexts, self.own, self.visible
-            )
-        return self.hidden[0]
+            visible = self.drafter.visible(self.causal, step=k)
+            self.hidden = self.drafter.next_step(self.hidden, previous[None], rope, self.contexts, self.own, visible)
+        return self.hidden[0] if self.drafter.norm_output else self.drafter.norm(self.hidden[0])

@@ -1,6 +1,8 @@
 """Decoder layers of drafters, with the parameter names of Qwen3/Llama layers and of the speculators format."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,32 @@ from dspark_lab.records import TargetSpec
 
 KeyValue = tuple[Tensor, Tensor]  # keys and values, each [N, Hkv, D]
 Rope = tuple[Tensor, Tensor]  # cos and sin, each [N, 1, D]
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """Layers that see the last ``tokens`` states only; those in ``full_layers`` see all.
+
+    ``origin``: the window ends at the *anchor* for all slots of a block or steps of a chain (Speculators trains so), or at
+    each *query* (engines serve so, and ``propose`` always does). ``causal``: within a block, slots see earlier ones only.
+    """
+
+    tokens: int
+    origin: Literal["anchor", "query"]
+    causal: bool
+    full_layers: tuple[int, ...]
+
+    def check(self, *, num_layers: int, least: int) -> None:
+        """ValueError for a window that has no layer, names one that is not there, or is shorter than ``least``."""
+        if self.tokens < least:
+            raise ValueError(
+                f"window.tokens={self.tokens}: must be at least {least}, the slots that are drafted at once"
+            )
+        if not all(0 <= layer < num_layers for layer in self.full_layers) or len(set(self.full_layers)) >= num_layers:
+            raise ValueError(
+                f"window.full_layers={list(self.full_layers)} of num_layers={num_layers}: name some of 0..{num_layers - 1}, "
+                "not all (window=null for none)"
+            )
 
 
 def layer_config(target: TargetSpec, *, num_layers: int, intermediate_size: int | None = None) -> Qwen3Config:
@@ -109,24 +137,30 @@ class BlockLayer(nn.Module):
 
 
 class ChainLayer(nn.Module):
-    """EAGLE-3's decoder layer. The first one takes the pair (token embedding, hidden state), the others hidden states."""
+    """EAGLE-3's decoder layer. The first one takes the pair (token embedding, hidden state), the others hidden states.
 
-    def __init__(self, config: Qwen3Config, *, first: bool) -> None:
+    ``qk_norm``: norms on queries and keys (Qwen3) or none (Llama). ``norm_before_residual``: the first layer's residual is
+    the normed hidden state.
+    """
+
+    def __init__(self, config: Qwen3Config, *, first: bool, qk_norm: bool, norm_before_residual: bool) -> None:
         super().__init__()
         size = config.hidden_size
-        self.self_attn = DraftAttention(config, input_size=2 * size if first else size, qk_norm=False)
+        self.self_attn = DraftAttention(config, input_size=2 * size if first else size, qk_norm=qk_norm)
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         if first:
             self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.first = first
+        self.first, self.norm_before_residual = first, norm_before_residual
 
-    def inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """What the projections see: [N, 2H] in the first layer (embedding first), [N, H] in the others."""
+    def inputs(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What the projections see, [N, 2H] in the first layer (embedding first), else [N, H]; and the residual [N, H]."""
         if not self.first:
-            return self.input_layernorm(hidden)
-        return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        inputs = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        return inputs, normed if self.norm_before_residual else hidden
 
     def forward(
         self,
@@ -137,14 +171,20 @@ class ChainLayer(nn.Module):
         own: Sequence[KeyValue],
         visibility: Visibility,
     ) -> Tensor:
-        """``inputs`` as made by ``inputs()``, residual [Q, H] -> [Q, H]."""
+        """``inputs`` and ``residual`` as made by ``inputs()`` -> [Q, H]."""
         states = residual + self.self_attn(self.self_attn.queries(inputs, rope), context, own, visibility)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 
-def initialise(module: nn.Module, *, std: float = 0.02) -> None:
-    """Linear and embedding weights ~ N(0, std), biases 0, norms 1: what Transformers gives a Qwen3 model."""
+def initialise(module: nn.Module, *, std: float = 0.02, skip: Sequence[nn.Module] = ()) -> None:
+    """Linear and embedding weights ~ N(0, std), biases 0, norms 1: what Transformers gives a Qwen3 model.
+
+    Modules in ``skip`` keep torch's own initialisation.
+    """
+    skipped = {part for other in skip for part in other.modules()}
     for part in module.modules():
+        if part in skipped:
+            continue
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=std)
         if isinstance(part, nn.Linear) and part.bias is not None:

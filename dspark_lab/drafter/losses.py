@@ -1,34 +1,112 @@
 """Loss terms per slot, and the walk that keeps no [slots, vocabulary] tensor longer than its chunk.
 
-Convention: p is the target's distribution (detached), q the drafter's; all softmaxes in fp32, at temperature 1.
+Convention: p is the target's distribution (no gradient), q the drafter's; all softmaxes in fp32, at temperature 1.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import log
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def exponential_decay(num_slots: int, gamma: float) -> Tensor:
-    """exp(-k / gamma) for the predicting slots k = 0..S-1, [S] (algorithms.md 3.6)."""
-    return torch.exp(-torch.arange(num_slots) / gamma)
+TERMS = ("ce", "soft_ce", "kl", "reverse_kl", "js", "tv", "l1", "nla", "lk")
+"""What an objective may weigh, by ``Divergences``' property; a drafter may add terms of its own (DSpark: confidence)."""
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """-log q[label] per slot: [..., V] and [...] -> [...]."""
-    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+class Divergences:
+    """How far q is from p in each slot, each [...], every softmax taken once (algorithms.md 4.1-4.3).
 
+    ``logits`` and ``teacher_logits`` [..., V_d]; ``labels`` [...] draft ids or None for the target's own arg-max;
+    ``counted`` [...]: False where ``ce`` has no label in the draft vocabulary and is 0.
+    """
 
-def soft_cross_entropy(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """-sum_v p_v log q_v per slot."""
-    return -(teacher_logits.float().softmax(-1) * logits.float().log_softmax(-1)).sum(-1)
+    def __init__(
+        self,
+        logits: Tensor,
+        teacher_logits: Callable[[], Tensor],
+        labels: Tensor | None,
+        counted: Tensor | None = None,
+    ) -> None:
+        self._logits, self._teacher_logits, self._labels, self._counted = logits, teacher_logits, labels, counted
 
+    @cached_property
+    def log_q(self) -> Tensor:
+        return self._logits.float().log_softmax(-1)
 
-def total_variation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """TV = 1/2 sum_v |p_v - q_v| per slot; 1 - TV is the probability that verification accepts a draw from q."""
-    return 0.5 * (teacher_logits.float().softmax(-1) - logits.float().softmax(-1)).abs().sum(-1)
+    @cached_property
+    def q(self) -> Tensor:
+        return self.log_q.exp()
+
+    @cached_property
+    def log_p(self) -> Tensor:
+        return self._teacher_logits().float().log_softmax(-1)
+
+    @cached_property
+    def p(self) -> Tensor:
+        return self.log_p.exp()
+
+    @cached_property
+    def ce(self) -> Tensor:
+        """-log q[label]."""
+        labels = self.log_p.argmax(-1) if self._labels is None else self._labels
+        ce = -self.log_q.gather(-1, labels[..., None]).squeeze(-1)
+        return ce if self._counted is None else ce * self._counted
+
+    @property
+    def label_probability(self) -> Tensor:
+        """q[label] without gradient; 0 for a label outside the draft vocabulary, which no proposal can match."""
+        probability = torch.exp(-self.ce.detach())
+        return probability if self._counted is None else probability * self._counted
+
+    @cached_property
+    def soft_ce(self) -> Tensor:
+        """-sum_v p_v log q_v."""
+        return -(self.p * self.log_q).sum(-1)
+
+    @cached_property
+    def kl(self) -> Tensor:
+        """KL(p || q): soft cross-entropy less the entropy of p."""
+        return (self.p * (self.log_p - self.log_q)).sum(-1)
+
+    @cached_property
+    def reverse_kl(self) -> Tensor:
+        """KL(q || p)."""
+        return (self.q * (self.log_q - self.log_p)).sum(-1)
+
+    @cached_property
+    def js(self) -> Tensor:
+        """Jensen-Shannon: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
+        log_m = torch.logaddexp(self.log_p, self.log_q) - log(2.0)
+        return 0.5 * (self.p * (self.log_p - log_m) + self.q * (self.log_q - log_m)).sum(-1)
+
+    @cached_property
+    def tv(self) -> Tensor:
+        """1/2 sum_v |p_v - q_v|; 1 - TV is the probability that verification accepts a draw from q."""
+        return 0.5 * (self.p - self.q).abs().sum(-1)
+
+    @cached_property
+    def l1(self) -> Tensor:
+        """|p - q|_1 = 2 TV, the DSpark paper's term."""
+        return 2.0 * self.tv
+
+    @cached_property
+    def acceptance(self) -> Tensor:
+        """sum_v min(p_v, q_v) = 1 - TV, exact also where it is small."""
+        return torch.minimum(self.p, self.q).sum(-1)
+
+    @cached_property
+    def nla(self) -> Tensor:
+        """-log of the acceptance probability, which is kept at 1e-5 or more (Samarin et al. 2026, arXiv 2602.23881)."""
+        return -self.acceptance.clamp(min=1e-5).log()
+
+    @cached_property
+    def lk(self) -> Tensor:
+        """w KL + (1 - w) TV with w = exp(-3 (1 - TV)) without gradient (the same paper's hybrid)."""
+        weight = torch.exp(-3.0 * self.acceptance.detach())
+        return weight * self.kl + (1.0 - weight) * self.tv
 
 
 def confidence_loss(confidence_logits: Tensor, acceptance: Tensor) -> Tensor:
@@ -39,18 +117,27 @@ def confidence_loss(confidence_logits: Tensor, acceptance: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """``total`` carries the gradient; ``terms`` are the detached, normalised terms before their weights."""
+    """Sums over slots, still to be divided. ``numerator`` carries the gradient, ``sums`` are the unweighted terms."""
 
-    total: Tensor
-    terms: Mapping[str, Tensor]
+    numerator: Tensor
+    sums: Mapping[str, Tensor]
+    denominator: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        return self.numerator / self.denominator.clamp(min=1e-6)
+
+    @property
+    def terms(self) -> dict[str, Tensor]:
+        return {name: value / self.denominator.clamp(min=1e-6) for name, value in self.sums.items()}
 
 
-Objective = Callable[[slice, Tensor], Mapping[str, Tensor]]
+Summands = Callable[[slice, Tensor], Mapping[str, Tensor]]
 """(blocks, their hidden states) -> sum over the slots of each term."""
 
 
 def walk_chunks(
-    objective: Objective,
+    summands: Summands,
     hidden: Tensor,
     *,
     weights: Mapping[str, float],
@@ -58,15 +145,15 @@ def walk_chunks(
     parameters: Sequence[Tensor],
     chunk_blocks: int,
 ) -> LossTerms:
-    """sum_term weight * (sum over slots of the term) / denominator, chunk by chunk of whole blocks.
+    """sum_term weight * (sum over slots of the term), chunk by chunk of whole blocks.
 
-    ``hidden`` [A, S, H]; ``parameters`` are those that ``objective`` uses besides. With gradients on, each chunk's gradient
+    ``hidden`` [A, S, H]; ``parameters`` are those that ``summands`` uses besides. With gradients on, each chunk's gradient
     is computed right after its loss, so logits live once, in one chunk, and nothing is computed twice.
     """
     sums = {name: torch.zeros((), device=hidden.device) for name in weights}
 
     def evaluate(blocks: slice, states: Tensor) -> Tensor:
-        terms = objective(blocks, states)
+        terms = summands(blocks, states)
         assert terms.keys() == weights.keys(), (terms.keys(), weights.keys())
         for name, term in terms.items():
             sums[name] += term.detach()
@@ -80,7 +167,7 @@ def walk_chunks(
             torch.zeros((), device=hidden.device),
         )
     assert isinstance(total, Tensor)
-    return LossTerms(total / denominator, {name: value / denominator for name, value in sums.items()})
+    return LossTerms(total, sums, denominator)
 
 
 def _chunks(num_blocks: int, chunk_blocks: int) -> list[slice]:
@@ -100,10 +187,11 @@ class _GradientInForward(torch.autograd.Function):
             states = hidden[blocks].detach().requires_grad_()
             with torch.enable_grad():
                 value = evaluate(blocks, states)
-            chunk = torch.autograd.grad(value, (states, *parameters))
-            gradients[0][blocks] = chunk[0]
-            for gradient, addend in zip(gradients[1:], chunk[1:], strict=True):
-                gradient += addend
+            # A parameter whose terms have no weight is not used: its gradient stays zero, which DDP waits for.
+            chunk = torch.autograd.grad(value, (states, *parameters), allow_unused=True)
+            for gradient, addend in zip((gradients[0][blocks], *gradients[1:]), chunk, strict=True):
+                if addend is not None:
+                    gradient += addend
             total += value.detach()
         ctx.gradients = gradients
         return total

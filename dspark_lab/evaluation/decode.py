@@ -144,6 +144,14 @@ def evaluate_decode(
     )
 
 
+def prompt_only(conversation: TokenizedConversation) -> TokenizedConversation:
+    """Everything before the first supervised token."""
+    start = int(conversation.loss_mask.nonzero()[0])
+    return TokenizedConversation(
+        conversation.id, conversation.token_ids[:start], conversation.loss_mask[:start], conversation.domain
+    )
+
+
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
     """Index of the first token that differs; the shorter one's length when it is a prefix of the other."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):

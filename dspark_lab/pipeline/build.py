@@ -5,18 +5,20 @@ from typing import Any
 
 import hydra
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
 
 def build(config: DictConfig, key: str, **extra: Any) -> Any:
-    """Instantiate ``config[key]``. Errors name the config key.
+    """Instantiate the node at ``key`` (dots lead deeper). Errors name the config key.
 
     Raises:
         ValueError: the constructor refused a value.
     """
     try:
-        made: Callable[..., Any] = hydra.utils.instantiate(config[key], _convert_="all", _partial_=True)
+        made: Callable[..., Any] = hydra.utils.instantiate(
+            OmegaConf.select(config, key), _convert_="all", _partial_=True
+        )
         return made(**extra)
     except ValidationError as error:
         problems = [

@@ -8,21 +8,22 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig
 
-from dspark_lab.data.answers import AnswerBook
+from dspark_lab.data.answers import AnswerBook, Assignment
 from dspark_lab.data.corpus import Corpus
 from dspark_lab.data.datamodule import HiddenStateDataModule
 from dspark_lab.data.packing import SampleOutline
-from dspark_lab.data.prompts import Splits, disjoint
+from dspark_lab.data.prompts import Splits, disjoint, to_prompt
+from dspark_lab.data.screening import OverlapCount, Screened, screen_answers, screen_prompts
 from dspark_lab.data.vocabulary import DraftVocabulary, build_draft_vocabulary, count_supervised_tokens
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
 from dspark_lab.evaluation.recipe import Benchmark, Evaluation
 from dspark_lab.pipeline.build import build
 from dspark_lab.progress import console
-from dspark_lab.records import Conversation, Sampling, TokenizedConversation
+from dspark_lab.records import Conversation, TokenizedConversation
 from dspark_lab.report.results import RunInfo
 from dspark_lab.run import Run
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
-from dspark_lab.target.chat import tokenize
+from dspark_lab.target.chat import tokenize_maskable
 from dspark_lab.target.huggingface import HuggingFaceTarget
 from dspark_lab.training.place import Place
 
@@ -55,19 +56,37 @@ class Parts:
 
     @cached_property
     def splits(self) -> Splits:
-        found = disjoint(train=self.corpus.train, validation=self.corpus.validation, evaluation=self.benchmark.prompts)
-        for reason, count in found.dropped.items():
-            console.print(f"prompts: {count} dropped ({reason})")
-        return found
+        return self._screened_prompts[0]
+
+    @property
+    def prompt_overlap(self) -> OverlapCount:
+        return self._screened_prompts[1]
 
     @cached_property
-    def assigned(self) -> dict[str, list[tuple[Conversation, Sampling | None]]]:
-        """Each split's prompts with the sampling of their answers; None where the conversation brings its own."""
+    def _screened_prompts(self) -> tuple[Splits, OverlapCount]:
+        found, overlap = screen_prompts(
+            disjoint(
+                train=self.corpus.read(self.corpus.train),
+                validation=self.corpus.read(self.corpus.validation),
+                evaluation=map(to_prompt, self.benchmark.prompts),
+            ),
+            overlap=self.corpus.overlap,
+        )
+        for reason, count in found.dropped.items():
+            console.print(f"prompts: {count} dropped ({reason})")
+        return found, overlap
+
+    @cached_property
+    def assigned(self) -> dict[str, list[Assignment]]:
+        """The answers that each split needs."""
         splits, mix = self.splits, self.corpus.mix
+        greedy = self.corpus.greedy if mix else None
         return {
-            "train": list(mix.assign(splits.train)) if mix else [(c, None) for c in splits.train],
-            "validation": [(c, self.corpus.greedy if mix else None) for c in splits.validation],
-            "evaluation": [(c, self.evaluation.sampling) for c in splits.evaluation],
+            "train": mix.assign(splits.train, positions=splits.train_positions)
+            if mix
+            else [Assignment(conversation) for conversation in splits.train],
+            "validation": [Assignment(conversation, greedy) for conversation in splits.validation],
+            "evaluation": [Assignment(conversation, self.evaluation.sampling) for conversation in splits.evaluation],
         }
 
     @cached_property
@@ -75,24 +94,58 @@ class Parts:
         spec = self.target.spec
         return AnswerBook(self.home / "answers", fingerprint=spec.fingerprint, template_hash=spec.template_hash)
 
+    def answer(self, assignment: Assignment) -> Conversation | None:
+        """The conversation with its answer, or None when it is still to be regenerated."""
+        if assignment.sampling is None:
+            return assignment.prompt
+        return self.book.get(assignment.prompt, assignment.sampling, sample_index=assignment.sample_index)
+
     @cached_property
-    def conversations(self) -> dict[str, list[Conversation]]:
+    def answered(self) -> dict[str, list[Conversation]]:
+        """Every conversation of each split, with its answer."""
         answered = {}
-        for split, pairs in self.assigned.items():
-            found = [c if s is None else self.book.get(c, s) for c, s in pairs]
+        for split, assignments in self.assigned.items():
+            found = [self.answer(assignment) for assignment in assignments]
             answered[split] = [conversation for conversation in found if conversation is not None]
-            if len(answered[split]) < len(pairs):
+            if len(answered[split]) < len(found):
                 raise ValueError(
-                    f"{len(pairs) - len(answered[split])} of {len(pairs)} {split} prompts have no answer yet: add "
+                    f"{len(found) - len(answered[split])} of {len(found)} {split} prompts have no answer yet: add "
                     "regenerate to stages"
                 )
         return answered
 
     @cached_property
+    def screened(self) -> Screened:
+        """The training conversations whose answers are worth learning."""
+        return screen_answers(
+            self.answered["train"],
+            evaluation=self.splits.evaluation,
+            truncated=self.corpus.truncated,
+            overlap=self.corpus.overlap,
+            end_token_ids=self.target.spec.eos_token_ids,
+            decode=lambda ids: str(self.target.tokenizer.decode(list(ids), skip_special_tokens=True)),
+        )
+
+    @property
+    def conversations(self) -> dict[str, list[Conversation]]:
+        """What each split is made of."""
+        return {**self.answered, "train": list(self.screened.kept)}
+
+    @property
     def tokenized(self) -> dict[str, list[TokenizedConversation]]:
+        """The samples of each split; a conversation gives several where its template rewrites earlier turns."""
+        return {split: samples for split, (samples, _) in self._masked.items()}
+
+    @property
+    def unmaskable(self) -> list[str]:
+        """Why, of each conversation that is in no sample because the template cannot tell the assistant's tokens."""
+        return [reason for _, reasons in self._masked.values() for reason in reasons]
+
+    @cached_property
+    def _masked(self) -> dict[str, tuple[list[TokenizedConversation], list[str]]]:
         thinking = self.corpus.enable_thinking
         return {
-            split: [tokenize(c, self.target.tokenizer, enable_thinking=thinking) for c in conversations]
+            split: tokenize_maskable(conversations, self.target.tokenizer, enable_thinking=thinking)
             for split, conversations in self.conversations.items()
         }
 
@@ -136,6 +189,7 @@ class Parts:
     @cached_property
     def drafter(self) -> Drafter:
         recipe = Recipe(
+            loss=build(self.config, "loss"),
             optimizer=build(self.config, "optimizer"),
             lr_schedule=build(self.config, "lr_schedule"),
             seed=self.config.seed,

@@ -14,22 +14,28 @@ import lightning as L
 import torch
 from omegaconf import DictConfig
 
+from dspark_lab.data.answers import Assignment
+from dspark_lab.data.mixture import source_cards
+from dspark_lab.data.overlap import NUM_WORDS
+from dspark_lab.data.packing import PackingCounts
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.evaluation.acceptance import acceptance_metrics
-from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode
+from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode, prompt_only
 from dspark_lab.evaluation.replay import evaluate_replay
 from dspark_lab.pipeline.build import build
+from dspark_lab.pipeline.callbacks import build_callbacks
 from dspark_lab.pipeline.distributed import Outcome, must_launch, train_as_group
 from dspark_lab.pipeline.parts import Parts, packaged
 from dspark_lab.progress import console, track
-from dspark_lab.records import Conversation, Metric, Sampling, TokenizedConversation, Trace
+from dspark_lab.records import Conversation, Metric, Sampling, Trace
 from dspark_lab.report.html import write_report
 from dspark_lab.report.lightning_logger import JsonLinesLogger
 from dspark_lab.report.metrics_log import read_metrics
 from dspark_lab.report.vocabulary import metric
 from dspark_lab.run import Run
-from dspark_lab.training.callbacks import Accounting, StepProgress, StopOnNonFiniteLoss
+from dspark_lab.training.accounting import Accounting, StepProgress
 from dspark_lab.training.checkpoints import NEWEST_FIRST, checkpoint_step, first_whole
+from dspark_lab.training.guards import SpikeGuard, StopOnNonFiniteLoss
 from dspark_lab.training.loggers import finish_wandb
 
 
@@ -45,18 +51,18 @@ def regenerate(parts: Parts) -> Outcome:
             events["taken from the shipped answers"] = seeding.num_copied
         if seeding.num_copied and parts.corpus.num_checked:
             events |= _check_packaged(parts)
-    missing = [(p, s) for p, s in assigned if s is not None and parts.book.get(p, s) is None]
+    missing = [assignment for assignment in assigned if parts.answer(assignment) is None]
     known = len(assigned) - len(missing)
     if known:
         console.print(f"regenerate: {known} of {len(assigned)} answers are there already")
-    metrics = _answer(parts, missing)
+    metrics = _answer(parts, missing) + _overlap(parts)
     conversations = [c for split in parts.conversations.values() for c in split]
     lengths = sum(c.finish == "length" for c in conversations)
     if lengths:
         events["stopped by max_new_tokens"] = lengths
     events["regenerated"] = len(missing)
-    dropped = parts.splits.dropped
-    num_in = len(assigned) + sum(dropped.values())
+    dropped = {**parts.splits.dropped, **parts.screened.dropped}
+    num_in = len(assigned) + sum(parts.splits.dropped.values())
     return {"num_in": num_in, "num_out": len(conversations), "dropped": dropped, "events": events}, metrics
 
 
@@ -64,6 +70,7 @@ def capture(parts: Parts) -> Outcome:
     """The target's states of every conversation that the store does not hold yet."""
     store, wanted = parts.store, {c.key: c for split in parts.tokenized.values() for c in split}
     given = sum(len(split) for split in parts.tokenized.values())
+    num_split = given + len(parts.unmaskable) - sum(map(len, parts.conversations.values()))
     there = set(store.keys())
     missing = [conversation for key, conversation in wanted.items() if key not in there]
     num_tokens = sum(len(conversation) for conversation in missing)
@@ -88,9 +95,23 @@ def capture(parts: Parts) -> Outcome:
     if missing:
         speed = num_tokens / (time.monotonic() - started)
         metrics.append(metric("capture_tokens_per_s", speed, origin="measured"))
-    dropped = {"same content as another conversation": given - len(wanted)} if given > len(wanted) else {}
+    dropped = {
+        "same content as another conversation": given - len(wanted),
+        "cannot be masked with this template": len(parts.unmaskable),
+    }
     events = {"captured": len(missing), "already in the store": len(wanted) - len(missing)}
-    return {"num_in": given, "num_out": len(wanted), "dropped": dropped, "events": events}, metrics
+    if num_split:
+        events["further samples of conversations split by turn"] = num_split
+    cards = source_cards(parts.corpus.train, parts.splits.train, parts.tokenized["train"])
+    for card in cards:
+        console.print(f"source {card.name}: {card.num_prompts} prompts, {card.num_tokens} tokens")
+    return {
+        "num_in": given + len(parts.unmaskable),
+        "num_out": len(wanted),
+        "dropped": {reason: count for reason, count in dropped.items() if count},
+        "events": events,
+        "sources": [asdict(card) for card in cards],
+    }, metrics
 
 
 def train(parts: Parts) -> Outcome:
@@ -100,12 +121,14 @@ def train(parts: Parts) -> Outcome:
     data = parts.datamodule
     drafter = parts.drafter
     accounting = Accounting()
-    watchers = [accounting, StopOnNonFiniteLoss(), StepProgress()]
-    monitor = "val/acceptance_length_estimate"
-    if parts.corpus.regenerate:  # else no sampling is recorded, and only the target's own answers can be replayed
-        monitor = "val/acceptance_length"
-        replayed = {"conversations": parts.tokenized["validation"], "read_sample": parts.store.get}
-        watchers.append(build(parts.config, "callbacks", **replayed, seed=parts.config.seed))
+    # Without a recorded sampling nothing can be replayed.
+    monitor = "val/acceptance_length" if parts.corpus.regenerate else "val/acceptance_length_estimate"
+    watchers = [
+        *build_callbacks(parts, monitor=monitor),
+        accounting,
+        StopOnNonFiniteLoss(run_dir=parts.run.directory),
+        StepProgress(),
+    ]
     loggers = [
         JsonLinesLogger(directory=parts.run.directory),
         build(parts.config, "logger", run_dir=parts.run.directory, run_name=parts.run.name),
@@ -124,31 +147,46 @@ def train(parts: Parts) -> Outcome:
         console.print(f"train: going on from step {checkpoint_step(last)} of {trainer.max_steps} ({last})")
     for logger in loggers:
         logger.log_hyperparams(parts.info.config)
+    used = used_samples(data.train_counts)
+    told = [f"{count} {reason}" for reason, count in {**used["dropped"], **used["events"]}.items()]
+    console.print(
+        f"train: {used['num_out']} samples in {data.train_counts.num_rows} rows; {', '.join(told) or 'none dropped'}"
+    )
     failed = True
     try:
         trainer.fit(drafter, datamodule=data, ckpt_path=last, weights_only=True)
         failed = False
     finally:
         finish_wandb(failed=failed)
-    counts = data.train_counts
     metrics = [
         metric("num_parameters", sum(p.numel() for p in drafter.parameters()), origin="measured"),
         metric("num_train_steps", trainer.global_step, origin="measured"),
         metric("num_train_tokens", accounting.tokens, origin="measured"),
         metric("train_time_s", training_time_s(parts.run.directory), origin="measured"),
         metric("draft_vocabulary_coverage", parts.coverage, origin="measured"),
+        *(
+            metric(f"train_{name}", rate, origin="measured")
+            for name, rate in accounting.rates(accounting.totals).items()
+        ),
     ]
+    skipped = sum(watcher.num_skipped for watcher in watchers if isinstance(watcher, SpikeGuard))
+    if skipped:
+        used["events"]["steps skipped by the spike guard"] = skipped
+    return {**used, "num_in": len(parts.tokenized["train"])}, metrics
+
+
+def used_samples(counts: PackingCounts) -> dict[str, Any]:
+    """What ``StageRecord`` says of the samples that are trained on, and of those that are not."""
     dropped = {
         "no supervised token": counts.skipped_without_supervised_tokens,
         "supervised only beyond row_tokens": counts.skipped_by_truncation,
         "same content as another conversation": counts.duplicates,
     }
     return {
-        "num_in": len(parts.tokenized["train"]),
         "num_out": counts.num_samples,
         "dropped": {reason: count for reason, count in dropped.items() if count},
         "events": {"truncated to row_tokens": counts.truncated} if counts.truncated else {},
-    }, metrics
+    }
 
 
 def evaluate(parts: Parts) -> Outcome:
@@ -219,14 +257,6 @@ def compare(config: DictConfig, opened: Run | None = None) -> None:
     console.print(f"report: {path}")
 
 
-def prompt_only(conversation: TokenizedConversation) -> TokenizedConversation:
-    """Everything before the last answer."""
-    start = int(conversation.loss_mask.nonzero()[0])
-    return TokenizedConversation(
-        conversation.id, conversation.token_ids[:start], conversation.loss_mask[:start], conversation.domain
-    )
-
-
 def training_time_s(run_dir: Path) -> float:
     """Wall clock of training, the parts before a resume included."""
     return max((line["time_s"] for line in read_metrics(run_dir)), default=0.0)
@@ -278,24 +308,44 @@ def _whole_checkpoint(parts: Parts, names: Sequence[str]) -> Path | None:
     return found
 
 
-def _answer(parts: Parts, missing: Sequence[tuple[Conversation, Sampling]]) -> list[Metric]:
+def _answer(parts: Parts, missing: Sequence[Assignment]) -> list[Metric]:
     started, num_tokens = time.monotonic(), 0
-    for sampling in dict.fromkeys(sampling for _, sampling in missing):
-        prompts = [prompt for prompt, wanted in missing if wanted == sampling]
+    rounds: dict[tuple[Sampling, int], list[Conversation]] = {}
+    for assignment in missing:
+        assert assignment.sampling is not None
+        rounds.setdefault((assignment.sampling, assignment.sample_index), []).append(assignment.prompt)
+    for (sampling, sample_index), prompts in rounds.items():
         how = "greedy" if sampling.greedy else f"T={sampling.temperature:g}"
+        how += f", sample {sample_index + 1}" if sample_index else ""
         answers = parts.target.regenerate(prompts, sampling=sampling)
         for answer in track(answers, f"regenerate ({how})", total=len(prompts)):
-            parts.book.add([answer])
+            parts.book.add([answer], sample_index=sample_index)
             num_tokens += len(answer.answer_token_ids or ())
     if not num_tokens:
         return []
     return [metric("regenerate_tokens_per_s", num_tokens / (time.monotonic() - started), origin="measured")]
 
 
+def _overlap(parts: Parts) -> list[Metric]:
+    """How much of the training text stands in the benchmark's prompts."""
+    setting = {"benchmark": parts.benchmark.name, "num_words": NUM_WORDS}
+    found = {"train_prompt_overlap": parts.prompt_overlap, "train_answer_overlap": parts.screened.overlap}
+    for name, count in found.items():
+        kind = name.split("_")[1]
+        console.print(
+            f"overlap: {count.num_overlapping} of {count.num_compared} training {kind}s ({count.share:.1%}) share "
+            f"{NUM_WORDS} words in a row with a prompt of {parts.benchmark.name}"
+        )
+    return [
+        metric(name, count.share, origin="measured", setting=setting, num_samples=count.num_compared)
+        for name, count in found.items()
+    ]
+
+
 def _check_packaged(parts: Parts) -> dict[str, int]:
     """Write some shipped greedy answers again; on other hardware a near tie may fall the other way."""
     greedy = parts.corpus.greedy
-    prompts = [prompt for split in parts.assigned.values() for prompt, sampling in split if sampling == greedy]
+    prompts = [entry.prompt for split in parts.assigned.values() for entry in split if entry.sampling == greedy]
     found = [answer for prompt in prompts if (answer := parts.book.get(prompt, greedy)) is not None]
     shipped = {answer.id: answer.answer_token_ids for answer in found[: parts.corpus.num_checked]}
     chosen = [prompt for prompt in prompts if prompt.id in shipped]

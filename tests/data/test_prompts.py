@@ -42,13 +42,10 @@ def test_json_lines_reads_gz_takes_the_first_and_can_be_read_twice(tmp_path):
     ("line", "complaint"),
     [
         ('{"prompt": "hi"', "Expecting ',' delimiter"),
-        ("[]", "either 'messages' or 'prompt'"),
-        ('{"prompt": "a", "messages": []}', "either 'messages' or 'prompt'"),
-        ('{"text": "a"}', "either 'messages' or 'prompt'"),
+        ("[]", "expected an object"),
+        ('{"text": "a"}', "the columns ['text'] are not recognised"),
         ('{"messages": []}', "'messages' must be a non-empty list"),
-        ('{"messages": ["hi"]}', "message 0 must be an object"),
         ('{"messages": [{"content": "hi"}]}', "message 0: 'role' must be a string"),
-        ('{"prompt": 3}', "message 0: 'content' must be a string, not 3"),
     ],
 )
 def test_json_lines_names_file_and_line_of_what_it_cannot_read(tmp_path, line, complaint):
@@ -56,6 +53,12 @@ def test_json_lines_names_file_and_line_of_what_it_cannot_read(tmp_path, line, c
     with pytest.raises(ValueError, match=r"bad\.jsonl, line 2: ") as error:
         list(JsonLines(path=tmp_path / "bad.jsonl"))
     assert complaint in str(error.value)
+
+
+def test_json_lines_reads_columns_that_are_named(tmp_path):
+    write(tmp_path / "a.jsonl", {"text": "hi", "reply": "yes"})
+    (read,) = JsonLines(path=tmp_path / "a.jsonl", columns={"prompt": "text", "response": "reply"})
+    assert [message["content"] for message in read.messages] == ["hi", "yes"]
 
 
 def test_json_lines_refuses_what_is_not_there(tmp_path):
@@ -79,6 +82,14 @@ def test_reasoning_gym_asks_the_same_questions_for_the_same_seed():
     assert {c.messages[0]["content"] for c in conversations}.isdisjoint(
         c.messages[0]["content"] for c in ReasoningGym(num_prompts=5, seed=1_000_011)
     )
+
+
+def test_reasoning_gyms_code_task_is_quiet_and_the_source_knows_where_it_is_from(capsys):
+    pytest.importorskip("reasoning_gym")
+    source = ReasoningGym(num_prompts=3, seed=11, task="bf", domain="code")
+    assert all("+" in c.messages[0]["content"] and c.domain == "code" for c in source)
+    assert capsys.readouterr().out == ""
+    assert source.revision.startswith("reasoning-gym 0.1.") and source.licence == "Apache-2.0"
 
 
 def test_reasoning_gym_refuses_unknown_tasks_and_says_how_to_install_it(monkeypatch):
@@ -115,6 +126,23 @@ def test_splits_share_no_prompt_and_every_dropped_one_is_counted():
         "train_prompt_also_in_validation": 1,
         "train_repeated": 1,
     }
+
+
+def test_positions_count_the_distinct_prompts_of_each_source_whatever_other_splits_hold():
+    def train():
+        contents = (("x", "a"), ("y", "b"), ("x", "a"), ("x", "c"), ("y", "d"), ("x", "e"))
+        return [Conversation(f"t{n}", prompt("", c).messages, source=s) for n, (s, c) in enumerate(contents)]
+
+    alone = disjoint(train=train())
+    assert [(c.id, position) for c, position in zip(alone.train, alone.train_positions, strict=True)] == [
+        ("t0", 0),
+        ("t1", 0),
+        ("t3", 1),
+        ("t4", 1),
+        ("t5", 2),
+    ]
+    beside = disjoint(train=train(), evaluation=[prompt("e", "c")])
+    assert [c.id for c in beside.train] == ["t0", "t1", "t4", "t5"] and beside.train_positions == (0, 0, 1, 2)
 
 
 def test_two_prompts_of_one_id_are_refused():

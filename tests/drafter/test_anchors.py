@@ -40,7 +40,7 @@ def long_batch(*, epoch: int = 0) -> Batch:
 
 
 def anchors_by_row(batch: Batch, **overrides) -> dict[int, list[int]]:
-    drawn = sample_anchors(batch, **{"num_anchors": 6, "seed": 5, **overrides})
+    drawn = sample_anchors(batch, supervised_pairs(batch), **{"num_anchors": 6, "seed": 5, **overrides})
     return {
         row_id: [a - index * ROW_TOKENS for a in drawn.tolist() if a // ROW_TOKENS == index]
         for index, row_id in enumerate(batch.row_ids)
@@ -49,11 +49,11 @@ def anchors_by_row(batch: Batch, **overrides) -> dict[int, list[int]]:
 
 def test_a_draw_is_sorted_distinct_and_eligible():
     batch = tiny_batch()
-    drawn = sample_anchors(batch, num_anchors=3, seed=0).tolist()
+    drawn = sample_anchors(batch, supervised_pairs(batch), num_anchors=3, seed=0).tolist()
     assert drawn == sorted(set(drawn))
     assert set(drawn) <= set(naive_pairs(batch))
     assert [sum(a // ROW_TOKENS == row for a in drawn) for row in (0, 1)] == [3, 3]
-    assert sample_anchors(batch, num_anchors=ALL, seed=0).tolist() == naive_pairs(batch)
+    assert sample_anchors(batch, supervised_pairs(batch), num_anchors=ALL, seed=0).tolist() == naive_pairs(batch)
 
 
 def test_a_draw_depends_on_seed_epoch_and_row_alone():
@@ -72,7 +72,7 @@ def test_every_candidate_is_drawn_about_equally_often():
     rounds = 400
     for epoch in range(rounds):
         batch = pack([[document("1" * ROW_TOKENS, seed=0)]], epoch=epoch)
-        counts[sample_anchors(batch, num_anchors=6, seed=0)] += 1
+        counts[sample_anchors(batch, supervised_pairs(batch), num_anchors=6, seed=0)] += 1
     expected = rounds * 6 / (ROW_TOKENS - 1)
     deviation = (expected * (1 - 6 / (ROW_TOKENS - 1))) ** 0.5
     assert (counts[:-1] - expected).abs().max() < 4 * deviation
@@ -81,7 +81,7 @@ def test_every_candidate_is_drawn_about_equally_often():
 
 def test_no_candidates_give_no_anchors():
     batch = pack([[document("0000", seed=0)]])
-    assert sample_anchors(batch, num_anchors=4, seed=0).shape == (0,)
+    assert sample_anchors(batch, supervised_pairs(batch), num_anchors=4, seed=0).shape == (0,)
 
 
 @LAYOUTS
@@ -89,9 +89,14 @@ def test_no_candidates_give_no_anchors():
 def test_blocks_equal_the_loop_over_documents(sample_from_anchor: bool, block_size: int):
     """Blocks of 30 run over the end of the row and of the batch."""
     batch = tiny_batch()
-    anchors = sample_anchors(batch, num_anchors=ALL, seed=0)
+    anchors = sample_anchors(batch, supervised_pairs(batch), num_anchors=ALL, seed=0)
     blocks = gather_blocks(
-        batch, anchors, block_size=block_size, mask_token_id=SPEC.mask_token_id, sample_from_anchor=sample_from_anchor
+        batch,
+        anchors,
+        block_size=block_size,
+        mask_token_id=SPEC.mask_token_id,
+        sample_from_anchor=sample_from_anchor,
+        supervision="drafted",
     )
     row = 0
     for r, samples in enumerate(documents()):
@@ -127,7 +132,12 @@ def test_previous_tokens(sample_from_anchor: bool):
     sample = document("0111111", seed=0)
     batch = pack([[sample]])
     blocks = gather_blocks(
-        batch, torch.tensor([2]), block_size=4, mask_token_id=28, sample_from_anchor=sample_from_anchor
+        batch,
+        torch.tensor([2]),
+        block_size=4,
+        mask_token_id=28,
+        sample_from_anchor=sample_from_anchor,
+        supervision="drafted",
     )
     x = sample.token_ids.tolist()
     if sample_from_anchor:

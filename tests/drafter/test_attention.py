@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ def chain_pattern(num_context: int, *, num_queries: int) -> Visibility:
     return Visibility(slots - slots % 50, slots + 1, 1)
 
 
+def window(visibility: Visibility, tokens: int, *, ahead: Tensor | int) -> Visibility:
+    return visibility.within(tokens, ahead=ahead, causal=True)
+
+
 PATTERNS: dict[str, tuple[Callable[[], Visibility], int, int]] = {  # visibility, context tokens, own keys per query
     "one block": (lambda: block_pattern(60, num_blocks=1, block_size=8), 60, 1),
     "blocks over chunks": (lambda: block_pattern(120, num_blocks=50, block_size=7), 120, 1),
@@ -33,6 +38,13 @@ PATTERNS: dict[str, tuple[Callable[[], Visibility], int, int]] = {  # visibility
     "causal": (lambda: chain_pattern(2 * CHUNK + 30, num_queries=2 * CHUNK + 30), 2 * CHUNK + 30, 0),
     "causal, a whole chunk": (lambda: chain_pattern(CHUNK, num_queries=CHUNK), CHUNK, 0),
     "test-time training": (lambda: chain_pattern(300, num_queries=CHUNK + 1), 300, 3),
+    "causal blocks": (lambda: replace(block_pattern(120, num_blocks=50, block_size=7), causal=True), 120, 1),
+    "window from the anchor": (lambda: window(block_pattern(120, num_blocks=50, block_size=7), 9, ahead=0), 120, 1),
+    "window from the query": (
+        lambda: window(block_pattern(120, num_blocks=50, block_size=7), 9, ahead=torch.arange(350) % 7 + 1),
+        120,
+        1,
+    ),
     "no context": (lambda: Visibility(torch.zeros(6).long(), torch.zeros(6).long(), 3), 0, 1),
 }
 
@@ -148,3 +160,15 @@ def test_masks_stay_small_on_a_long_row(name: str, monkeypatch: pytest.MonkeyPat
     assert max(rows for rows, _ in shapes) == shared * CHUNK
     # A chunk's queries lie in at most CHUNK consecutive supervised tokens, so in a few documents.
     assert max(keys for _, keys in shapes) <= 4 * length + 3 * CHUNK < length * count / 3
+
+
+def test_a_window_is_counted_from_the_anchor_or_from_the_query():
+    """A block of 3 at anchor 6 of a document that starts at 1, window 4."""
+    full = Visibility(torch.tensor([1, 1, 1]), torch.tensor([6, 6, 6]), 3)
+    assert full.within(4, ahead=0, causal=False).lower.tolist() == [2, 2, 2]  # as Speculators: anchor - 4
+    slot = torch.arange(3)
+    assert full.within(4, ahead=slot + 1, causal=False).lower.tolist() == [3, 4, 5]  # key > query - 4
+    assert full.within(2, ahead=slot + 1, causal=False).lower.tolist() == [5, 6, 6], "never beyond the context"
+    assert full.within(9, ahead=0, causal=False).lower.tolist() == [1, 1, 1], "never into another document"
+    mask = full.within(4, ahead=0, causal=True).dense(6, 1)
+    assert mask[:, 6:].tolist() == [[True, False, False], [True, True, False], [True, True, True]]

@@ -1,14 +1,14 @@
 """DFlash and DSpark against plain loops, and what is theirs alone."""
 
 import math
-from itertools import chain
 from typing import Any
 
 import naive_reference as naive
 import pytest
 import torch
 from tiny_world import (
-    ALL,
+    DRAFTERS,
+    ROW_TOKENS,
     SPEC,
     VOCABULARIES,
     assert_close,
@@ -17,16 +17,19 @@ from tiny_world import (
     document,
     documents,
     logits_of,
+    loss_of,
     pack,
+    recipe,
     target_head,
     tiny_batch,
 )
 from torch import Tensor
 
-from dspark_lab.drafter.anchors import sample_anchors
-from dspark_lab.drafter.base import Drafter
+from dspark_lab.drafter.base import Borrowed, Drafter
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.dspark import DSpark
+from dspark_lab.drafter.losses import TERMS
+from dspark_lab.drafter.objective import Loss
 from dspark_lab.records import Sampling
 
 BLOCK_DRAFTERS = pytest.mark.parametrize("name", ["dflash", "dspark"])
@@ -45,48 +48,66 @@ def assert_same_gradients(drafter: Drafter, weights: dict[str, Tensor]) -> None:
         assert_close(parameter.grad, expected)
 
 
-@BOTH_VOCABULARIES
-def test_dspark_loss_is_the_references(vocabulary: str):
-    """Total, every term and every parameter's gradient (section 4.2)."""
-    drafter, rows = build("dspark", vocabulary=vocabulary), documents(ROWS)
+def assert_same_loss(name: str, loss: Loss, *, vocabulary: str = "full", **overrides: Any) -> None:
+    """Total, every term and every parameter's gradient of a packed batch are the plain loops' ones."""
+    drafter, rows = build(name, vocabulary=vocabulary, loss=loss, **overrides), documents(ROWS)
+    assert isinstance(drafter, BlockDrafter)
     weights = exact_weights(drafter)
-    expected, terms = naive.dspark_loss(
+    expected, terms = naive.block_loss(
         weights,
         target_head(),
-        list(chain(*rows)),
+        rows,
+        drafter.objective,
+        row_tokens=ROW_TOKENS,
         block_size=4,
-        gamma=4.0,
+        anchor_first=drafter.sample_from_anchor,
         draft_ids=VOCABULARIES[vocabulary].draft_to_target.tolist(),
-        weights={"ce": 0.1, "l1": 0.9, "confidence": 1.0},
+        normalizer=loss.normalizer,
+        supervision=loss.supervision,
+        markov=overrides.get("markov", "vanilla") if name == "dspark" else None,
+        window=drafter.window_attention,
     )
     batch = pack(rows)
     actual = drafter.loss(drafter(batch), batch)
     assert_close(actual.total, expected)
-    for name, term in terms.items():
-        assert_close(actual.terms[name], term)
+    assert actual.terms.keys() == terms.keys()
+    for term, value in terms.items():
+        assert_close(actual.terms[term], value)
     actual.total.backward()
     expected.backward()
     assert_same_gradients(drafter, weights)
 
 
+@BLOCK_DRAFTERS
 @BOTH_VOCABULARIES
-def test_dflash_loss_is_the_references(vocabulary: str):
-    drafter, rows = build("dflash", vocabulary=vocabulary), documents(ROWS)
-    weights = exact_weights(drafter)
-    expected = naive.dflash_loss(
-        weights,
-        target_head(),
-        list(chain(*rows)),
-        block_size=4,
-        gamma=4.0,
-        draft_ids=VOCABULARIES[vocabulary].draft_to_target.tolist(),
-    )
-    batch = pack(rows)
-    actual = drafter.loss(drafter(batch), batch)
-    assert_close(actual.total, expected)
-    actual.total.backward()
-    expected.backward()
-    assert_same_gradients(drafter, weights)
+@pytest.mark.parametrize("convention", ["paper", "speculators", "deepspec"])
+def test_loss_is_the_references(name: str, vocabulary: str, convention: str):
+    """Sections 3.2 to 4.3: anchors, masks, weights, terms and normalisers of each convention."""
+    assert_same_loss(name, loss_of(convention), vocabulary=vocabulary)
+
+
+@BLOCK_DRAFTERS
+def test_loss_in_the_other_layout_is_the_references(name: str):
+    assert_same_loss(name, loss_of(), vocabulary="reduced", sample_from_anchor=name == "dflash")
+
+
+@pytest.mark.parametrize("markov", ["gated", "rnn", None])
+def test_loss_with_other_markov_heads_is_the_references(markov: str | None):
+    assert_same_loss("dspark", loss_of(), vocabulary="reduced", markov=markov)
+
+
+@BLOCK_DRAFTERS
+@pytest.mark.parametrize("origin", ["anchor", "query"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_loss_with_a_window_is_the_references(name: str, origin: str, causal: bool):
+    """One layer with a window that cuts the longest document, one without."""
+    window = {"tokens": 4, "origin": origin, "causal": causal, "full_layers": (1,)}
+    assert_same_loss(name, loss_of(), window=window)
+
+
+def test_dpace_over_all_divergences_is_the_references():
+    terms = {**dict.fromkeys(TERMS, 0.5), "confidence": 0.7}
+    assert_same_loss("dspark", loss_of(weighting="dpace", decay=0.4, terms=terms), vocabulary="reduced")
 
 
 @BLOCK_DRAFTERS
@@ -116,7 +137,7 @@ def test_drafting_block_is_the_training_graphs(name: str):
     batch = pack([[document("0110", seed=6), sample]])
     with torch.no_grad():
         hidden = drafter(batch).hidden
-        anchors = (sample_anchors(batch, num_anchors=ALL, seed=0) - 4).tolist()
+        anchors = (drafter.anchors(batch) - 4).tolist()
         context = None
         for anchor in (3, 4, 7, 8, 13):
             if context is None:
@@ -149,7 +170,7 @@ def test_a_block_of_one_slot_is_refused(name: str):
 
 
 @BLOCK_DRAFTERS
-@pytest.mark.parametrize("key, value", [("num_layers", "two"), ("decay_gamma", None), ("block_size", 4.5)])
+@pytest.mark.parametrize("key, value", [("num_layers", "two"), ("num_anchors", None), ("block_size", 4.5)])
 def test_wrong_types_name_their_key(name: str, key: str, value: Any):
     with pytest.raises(ValueError, match=key):
         build(name, **{key: value})
@@ -215,7 +236,7 @@ def test_dflash_has_no_confidence_and_no_order_inside_the_block():
 
 def test_confidence_loss_reaches_hidden_states_and_markov_embeddings_but_not_the_logits():
     """Golden test 17: c* is a constant, the confidence's features are not detached."""
-    drafter = build("dspark", ce_weight=0.0, l1_weight=0.0, confidence_weight=1.0)
+    drafter = build("dspark", loss=loss_of(terms={"ce": 0.0, "confidence": 1.0}))
     batch = tiny_batch()
     drafter.loss(drafter(batch), batch).total.backward()
     gradients = {name: p.grad for name, p in drafter.named_parameters()}
@@ -233,6 +254,7 @@ def test_markov_bias_is_looked_up_with_target_ids():
     token = 28  # outside the draft vocabulary, yet it may come before a slot
     with torch.no_grad():
         logits = drafter.head(hidden, torch.tensor([token]))
+        assert drafter.markov_head is not None
         bias = drafter.markov_head.markov_w2.weight @ drafter.markov_head.markov_w1.weight[token]
     assert logits.shape == (1, VOCABULARIES["reduced"].size)
     assert_close(logits[0], bias)
@@ -256,3 +278,67 @@ def test_labels_outside_the_draft_vocabulary_have_no_cross_entropy():
     assert left_out > 0
     with torch.no_grad():
         assert float(drafter.loss(output, batch).total) == pytest.approx(total / mass, rel=1e-5)
+
+
+@pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn", None])
+def test_markov_walk_is_teacher_forcing(markov: str | None):
+    """Golden test 8 for every kind: the walk over forced tokens has the training graph's distributions."""
+    drafter = build("dspark", markov=markov)
+    sample = document("00011111", seed=9)
+    with torch.no_grad():
+        expected = logits_of(drafter, drafter(pack([[sample]])))[0].softmax(-1)
+    proposal = drafter.propose(
+        context_of(sample, anchor=3),
+        num_draft_tokens=4,
+        sampling=Sampling(temperature=1.0),
+        forced_token_ids=sample.token_ids[4:8],
+    )
+    assert proposal.probabilities is not None
+    assert_close(proposal.probabilities, expected)
+
+
+@BLOCK_DRAFTERS
+def test_a_window_serves_from_the_query_whatever_it_was_trained_from(name: str):
+    windows = [{"tokens": 5, "origin": origin, "causal": True, "full_layers": ()} for origin in ("anchor", "query")]
+    trained_from_anchor, trained_from_query = (build(name, window=window) for window in windows)
+    assert isinstance(trained_from_anchor, BlockDrafter) and isinstance(trained_from_query, BlockDrafter)
+    sample = document("0" * 11 + "1" * 6, seed=5)
+    batch = pack([[sample]])
+    with torch.no_grad():
+        served = trained_from_anchor.draft_block(context_of(sample, anchor=11))
+        assert_close(served, trained_from_query(batch).hidden[0])
+        assert not torch.allclose(served, trained_from_anchor(batch).hidden[0])
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        ({"tokens": 3, "origin": "anchor", "causal": True, "full_layers": ()}, "window.tokens=3"),
+        ({"tokens": 9, "origin": "anchor", "causal": True, "full_layers": (0, 1)}, "not all"),
+        ({"tokens": 9, "origin": "anchor", "causal": True, "full_layers": (2,)}, r"window.full_layers=\[2\]"),
+        ({"tokens": 9, "origin": "end", "causal": True, "full_layers": ()}, "origin"),
+    ],
+)
+def test_a_window_that_cannot_be_is_refused(window: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        build("dspark", window=window)
+
+
+def test_a_recurrent_head_wants_the_anchor_first_layout():
+    with pytest.raises(ValueError, match="markov=rnn with sample_from_anchor=false"):
+        build("dspark", markov="rnn", sample_from_anchor=False)
+
+
+def test_initialisations_of_the_markov_head():
+    """The paper's bias begins close to nothing; Speculators' does not."""
+
+    def stds(init: str) -> tuple[float, float]:
+        torch.manual_seed(0)
+        borrowed = Borrowed(SPEC, target_head(), VOCABULARIES["full"])
+        drafter = DRAFTERS["dspark"](borrowed=borrowed, recipe=recipe(), markov_init=init, markov_rank=256)
+        assert isinstance(drafter, DSpark) and drafter.markov_head is not None
+        head = drafter.markov_head
+        return float(head.markov_w1.weight.detach().std()), float(head.markov_w2.weight.detach().std())
+
+    assert stds("paper") == pytest.approx((0.02, 0.02), rel=0.1)
+    assert stds("speculators") == pytest.approx((0.01, 1 / 16 / 3**0.5), rel=0.1)

@@ -1,7 +1,10 @@
 """What every drafter must do. A new one is a line in ``tiny_world.DRAFTERS``."""
 
 import importlib
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -18,6 +21,7 @@ from tiny_world import (
     document,
     documents,
     logits_of,
+    loss_of,
     pack,
     rows_of,
     tiny_batch,
@@ -29,7 +33,7 @@ import dspark_lab
 from dspark_lab.decoding.sampling import probabilities
 from dspark_lab.drafter.base import Drafter, DraftOutput
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.records import Sampling, TargetSample
+from dspark_lab.records import Batch, Sampling, TargetSample
 
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=3.0)
 EVERY_DRAFTER = pytest.mark.parametrize("name", DRAFTERS)
@@ -343,31 +347,89 @@ def test_training_fits_a_batch(name: str, vocabulary: str):
     assert losses[-1] < 0.85 * losses[0], losses
 
 
+def fit(drafter: Drafter, batches: list[Batch], folder: Path, callbacks: Sequence[L.Callback] = (), **options: Any):
+    """The fitted trainer of one pass over ``batches``, validated on them at its end."""
+    loader = DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)  # pyright: ignore
+    trainer = L.Trainer(
+        accelerator="cpu",
+        logger=False,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        **{"max_epochs": 1, **options},
+    )
+    trainer.fit(drafter, loader, loader)
+    return trainer
+
+
 @EVERY_DRAFTER
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_lightning_trains_and_validates_it(name: str, tmp_path: Path):
     drafter = build(name, vocabulary="reduced", **({} if name == "eagle3" else {"num_anchors": ALL}))
     before = {key: value.clone() for key, value in drafter.state_dict().items()}
     borrowed = drafter.target_head.lm_head.clone()
-    batches = DataLoader([tiny_batch(), tiny_batch()], batch_size=None, collate_fn=lambda batch: batch)  # pyright: ignore
-    trainer = L.Trainer(
-        max_steps=2,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        log_every_n_steps=1,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(drafter, batches, batches)
+    trainer = fit(drafter, [tiny_batch(), tiny_batch()], tmp_path, max_steps=2)
     assert trainer.global_step == 2
     assert all((drafter.state_dict()[key] != before[key]).any() for key in before)
     assert torch.equal(drafter.target_head.lm_head, borrowed)
     logged = trainer.logged_metrics | trainer.callback_metrics
-    assert {"train/loss", "val/loss", "val/acceptance_length_estimate"} <= set(logged)
+    assert {"train/loss", "train/gradient_norm", "val/loss", "val/acceptance_length_estimate"} <= set(logged)
     with torch.no_grad():
         loss = drafter.loss(drafter(tiny_batch()), tiny_batch()).total
     assert float(logged["val/loss"]) == pytest.approx(float(loss), rel=1e-5)
     assert 1 <= float(logged["val/acceptance_length_estimate"]) <= 1 + drafter.num_draft_tokens
+
+
+@EVERY_DRAFTER
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_accumulated_rows_train_like_one_batch_of_them(name: str, tmp_path: Path):
+    """Rows of very different weight: the normalizer is that of the whole step. The last step has one row only."""
+    rows = [pack([documents()[0]]), pack([[document("0110", seed=60)]]), pack([documents()[1]])]
+    joined = [pack([documents()[0], [document("0110", seed=60)]]), rows[2]]
+    joined[0] = replace(joined[0], row_ids=(rows[0].row_ids[0], rows[1].row_ids[0]))
+    by_row, together = build(name), build(name)
+    trainers = [
+        fit(by_row, rows, tmp_path, accumulate_grad_batches=2, gradient_clip_val=0.05),
+        fit(together, joined, tmp_path, gradient_clip_val=0.05),
+    ]
+    assert [trainer.global_step for trainer in trainers] == [2, 2]
+    for key in ("train/loss", "train/gradient_norm"):
+        found = [float(trainer.callback_metrics[key]) for trainer in trainers]
+        assert found[0] == pytest.approx(found[1], rel=1e-5), key
+    for key, value in together.state_dict().items():
+        assert_close(by_row.state_dict()[key], value)
+
+
+class Refusing(L.Callback):
+    """A guard that refuses one step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float, float]] = []
+
+    def refuses(self, *, step: int, loss: float, gradient_norm: float) -> bool:
+        self.seen.append((step, loss, gradient_norm))
+        return step == 1
+
+
+@EVERY_DRAFTER
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_refused_step_changes_no_weight(name: str, tmp_path: Path):
+    drafter, once = build(name), build(name)
+    guard = Refusing()
+    fit(drafter, [tiny_batch(), tiny_batch()], tmp_path, [guard])
+    fit(once, [tiny_batch()], tmp_path)
+    assert [step for step, _, _ in guard.seen] == [0, 1]
+    assert all(loss > 0 and norm > 0 for _, loss, norm in guard.seen)
+    for key, value in once.state_dict().items():
+        assert torch.equal(drafter.state_dict()[key], value)
+
+
+@EVERY_DRAFTER
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_peers_normalizer_refuses_accumulation(name: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"loss\.normalizer=speculators"):
+        fit(build(name, loss=loss_of("speculators")), [tiny_batch()], tmp_path, accumulate_grad_batches=2)

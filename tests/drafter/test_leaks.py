@@ -8,8 +8,8 @@ import torch
 from tiny_world import DRAFTERS, ROW_TOKENS, build, logits_of, tiny_batch
 from torch import Tensor
 
-from dspark_lab.drafter.anchors import sample_anchors
 from dspark_lab.drafter.base import Drafter
+from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.eagle3 import Eagle3
 from dspark_lab.records import Batch
 
@@ -31,7 +31,8 @@ TOKENS: dict[str, Sees] = {  # tokens before an anchor are known only through th
 def origins(drafter: Drafter, batch: Batch) -> list[int]:
     if isinstance(drafter, Eagle3):
         return drafter.chains(batch)[0].tolist()
-    return sample_anchors(batch, num_anchors=1000, seed=drafter.recipe.seed).tolist()
+    assert isinstance(drafter, BlockDrafter)
+    return drafter.anchors(batch).tolist()
 
 
 @torch.no_grad()

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
+import dspark_lab
 from dspark_lab.data.packing import Row, collate
 from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
@@ -15,9 +18,11 @@ from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.dflash import DFlash
 from dspark_lab.drafter.dspark import DSpark
 from dspark_lab.drafter.eagle3 import Eagle3
+from dspark_lab.drafter.objective import Loss
 from dspark_lab.records import Batch, TargetSample, TargetSpec
 from dspark_lab.target.protocol import TargetHead
-from dspark_lab.training.optimizers import AdamW, WarmupCosine
+from dspark_lab.training.lr_schedules import LrSchedule
+from dspark_lab.training.optimizers import AdamW
 
 SPEC = TargetSpec(
     name="tiny",
@@ -53,13 +58,30 @@ VOCABULARIES = {
     "reduced": DraftVocabulary.of(torch.tensor(_DRAFT_IDS), vocab_size=SPEC.vocab_size),
 }
 
-_COMMON: dict[str, Any] = {"num_layers": 2, "intermediate_size": None, "head_chunk_tokens": 8}
-_BLOCK: dict[str, Any] = {**_COMMON, "block_size": 4, "num_anchors": ALL, "decay_gamma": 4.0}
+CONF = Path(dspark_lab.__file__).parents[1] / "conf"
+
+_COMMON: dict[str, Any] = {"num_layers": 2, "intermediate_size": None, "head_chunk_tokens": 8, "window": None}
+_BLOCK: dict[str, Any] = {**_COMMON, "block_size": 4, "num_anchors": ALL}
+_EAGLE: dict[str, Any] = {"feature_norm": None, "norm_before_residual": False, "norm_output": False, "qk_norm": False}
+_DSPARK: dict[str, Any] = {"markov": "vanilla", "markov_rank": 6, "markov_init": "paper", "confidence": True}
 DRAFTERS: dict[str, Callable[..., Drafter]] = {  # name of the YAML file in conf/drafter -> constructor
-    "eagle3": partial(Eagle3, **_COMMON, ttt_steps=3, step_decay=0.8, num_draft_tokens=5),
-    "dflash": partial(DFlash, **_BLOCK),
-    "dspark": partial(DSpark, **_BLOCK, markov_rank=6, ce_weight=0.1, l1_weight=0.9, confidence_weight=1.0),
+    "eagle3": partial(Eagle3, **_COMMON, **_EAGLE, ttt_steps=3, num_draft_tokens=5),
+    "dflash": partial(DFlash, **_BLOCK, sample_from_anchor=False),
+    "dspark": partial(DSpark, **_BLOCK, **_DSPARK, sample_from_anchor=True),
 }
+
+
+def loss_of(convention: str = "paper", **overrides: Any) -> Loss:
+    """``conf/loss/<convention>.yaml``; ``overrides`` change its keys, or those of every algorithm's objective."""
+    nodes = yaml.safe_load((CONF / "loss" / f"{convention}.yaml").read_text())
+    del nodes["_target_"]
+    for key, value in overrides.items():
+        if key in nodes:
+            nodes[key] = value
+        else:
+            for objective in (node for node in nodes.values() if isinstance(node, dict)):
+                objective[key] = value
+    return Loss(**nodes)
 
 
 def target_head(*, tied: bool = False) -> TargetHead:
@@ -70,15 +92,24 @@ def target_head(*, tied: bool = False) -> TargetHead:
     return TargetHead(embedding, norm, SPEC.rms_norm_eps, lm_head)
 
 
-def recipe(*, lr: float = 1e-2) -> Recipe:
+def recipe(*, lr: float = 1e-2, loss: Loss | None = None) -> Recipe:
     optimizer = AdamW(lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    return Recipe(optimizer=optimizer, lr_schedule=WarmupCosine(warmup_share=0.0, final_share=1.0), seed=3)
+    constant = LrSchedule(warmup_share=0.0, decay_share=0.0, decay_shape="linear", final_share=1.0)
+    return Recipe(loss=loss or loss_of(), optimizer=optimizer, lr_schedule=constant, seed=3)
 
 
-def build(name: str, *, vocabulary: str = "full", tied: bool = False, lr: float = 1e-2, **overrides: Any) -> Drafter:
+def build(
+    name: str,
+    *,
+    vocabulary: str = "full",
+    tied: bool = False,
+    lr: float = 1e-2,
+    loss: Loss | None = None,
+    **overrides: Any,
+) -> Drafter:
     """The drafter with random weights large enough that everything it sees shows in its logits."""
     borrowed = Borrowed(SPEC, target_head(tied=tied), VOCABULARIES[vocabulary])
-    drafter = DRAFTERS[name](borrowed=borrowed, recipe=recipe(lr=lr), **overrides)
+    drafter = DRAFTERS[name](borrowed=borrowed, recipe=recipe(lr=lr, loss=loss), **overrides)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in drafter.parameters():

@@ -5,25 +5,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from torch import Tensor
 
+from dspark_lab.__main__ import config_folder
 from dspark_lab.data.dialogues import Dialogues
 from dspark_lab.data.prompts import ReasoningGym
 from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.decoding.loop import plain_decode, speculative_decode
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.dflash import DFlash
-from dspark_lab.drafter.dspark import DSpark
-from dspark_lab.drafter.eagle3 import Eagle3
 from dspark_lab.evaluation.decode import evaluate_decode
 from dspark_lab.evaluation.replay import evaluate_replay
+from dspark_lab.pipeline.build import build
 from dspark_lab.records import Conversation, Proposal, Sampling, TokenizedConversation
 from dspark_lab.store.memory import MemoryStore
 from dspark_lab.store.protocol import Manifest
 from dspark_lab.target.chat import tokenize, tokenize_prompt
 from dspark_lab.target.huggingface import HuggingFaceTarget
-from dspark_lab.training.optimizers import AdamW, WarmupCosine
 
 GREEDY = Sampling(max_new_tokens=40)
 SMOLLM2 = {
@@ -94,21 +93,14 @@ def test_greedy_text_is_the_targets_own(target: HuggingFaceTarget) -> None:
 
 
 def drafter(name: str, target: HuggingFaceTarget) -> Drafter:
+    """The drafter of ``conf/drafter``, as wide as its target."""
     torch.manual_seed(0)
-    borrowed = Borrowed(target.spec, target.head(), DraftVocabulary.full(target.spec.vocab_size))
-    recipe = Recipe(
-        AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0),
-        WarmupCosine(warmup_share=0.1, final_share=0.1),
-        1,
-    )
-    common = {"borrowed": borrowed, "recipe": recipe, "num_layers": 1, "intermediate_size": 64, "head_chunk_tokens": 64}
-    if name == "eagle3":
-        return Eagle3(ttt_steps=3, step_decay=0.8, num_draft_tokens=4, **common).eval()
-    block = {"block_size": 4, "num_anchors": 8, "decay_gamma": 4.0}
-    if name == "dflash":
-        return DFlash(**block, **common).eval()
-    weights = {"ce_weight": 0.1, "l1_weight": 0.9, "confidence_weight": 1.0}
-    return DSpark(markov_rank=16, **weights, **block, **common).eval()
+    vocabulary = DraftVocabulary.full(target.spec.vocab_size)
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        small = ["drafter.num_layers=1", "drafter.intermediate_size=64", "drafter.head_chunk_tokens=64"]
+        config = compose("config", [f"drafter={name}", *small])
+    recipe = Recipe(*(build(config, group) for group in ("loss", "optimizer", "lr_schedule")), seed=1)
+    return build(config, "drafter", borrowed=Borrowed(target.spec, target.head(), vocabulary), recipe=recipe).eval()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark"])

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import dspark_lab
-from dspark_lab.data.answers import AnswerBook, SamplingMix
+from dspark_lab.data.answers import AnswerBook, Assignment, SamplingMix
 from dspark_lab.data.prompts import ReasoningGym, disjoint
 from dspark_lab.records import Sampling
 
@@ -43,9 +43,11 @@ def test_every_prompt_of_the_demo_has_its_answer(rows: list[dict[str, Any]], tmp
 
     limit = data["max_new_tokens"]
     mix = SamplingMix(samplings=tuple(Sampling(**sampling, max_new_tokens=limit) for sampling in data["samplings"]))
-    held_out = [(prompt, Sampling(max_new_tokens=limit)) for prompt in (*splits.validation, *splits.evaluation)]
-    wanted = mix.assign(splits.train) + held_out
-    assert [prompt.id for prompt, sampling in wanted if book.get(prompt, sampling) is None] == []
+    held_out = [
+        Assignment(prompt, Sampling(max_new_tokens=limit)) for prompt in (*splits.validation, *splits.evaluation)
+    ]
+    wanted = mix.assign(splits.train, positions=splits.train_positions) + held_out
+    assert [entry.prompt.id for entry in wanted if book.get(entry.prompt, entry.sampling) is None] == []
 
 
 def test_the_target_of_the_config_wrote_them(rows: list[dict[str, Any]]) -> None:

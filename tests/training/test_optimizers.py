@@ -1,10 +1,10 @@
-"""Optimizer and lr schedule recipes."""
+"""Optimizer recipes."""
 
 import pytest
 import torch
 from torch import nn
 
-from dspark_lab.training.optimizers import AdamW, OptimizerRecipe, WarmupCosine
+from dspark_lab.training.optimizers import AdamW, Muon, OptimizerRecipe
 
 
 def adamw(**overrides) -> AdamW:
@@ -67,50 +67,32 @@ def test_wrong_types_name_their_key(key: str, value: object):
         adamw(**{key: value})
 
 
+def muon(**overrides) -> Muon:
+    return Muon(**{"lr": 1e-3, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **overrides})
+
+
+def test_muon_groups_hold_every_trainable_parameter_once_with_its_kind_and_decay():
+    network = Network()
+    optimizer = muon().build(network)
+    found = {id(p): (group["kind"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(found)
+    assert found == {
+        id(network.linear.weight): ("muon", 0.1),
+        id(network.embedding.weight): ("adamw", 0.1),
+        id(network.linear.bias): ("adamw", 0.0),
+        id(network.norm.weight): ("adamw", 0.0),
+    }
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-3}
+
+
+def test_muon_is_a_recipe():
+    assert isinstance(muon(), OptimizerRecipe)
+
+
 @pytest.mark.parametrize(
-    "step, expected",
-    [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (55, 0.55), (100, 0.1), (250, 0.1)],
+    ("overrides", "message"),
+    [({"lr": 0}, "lr=0.0 must be positive"), ({"momentum": 1.0}, r"momentum=1.0 must lie in \[0, 1\)")],
 )
-def test_warmup_and_cosine(step: int, expected: float):
-    """100 steps, a tenth of them warm-up, down to a tenth of the peak; half-way down the cosine is the mean."""
-    schedule = WarmupCosine(warmup_share=0.1, final_share=0.1)
-    assert schedule.factor(step, num_steps=100) == pytest.approx(expected)
-
-
-def test_cosine_at_a_quarter():
-    schedule = WarmupCosine(warmup_share=0.2, final_share=0.0)
-    assert schedule.factor(40, num_steps=100) == pytest.approx(0.5 * (1 + 2**-0.5))
-
-
-def test_schedule_is_continuous_and_monotone_on_both_sides():
-    schedule = WarmupCosine(warmup_share=0.25, final_share=0.05)
-    factors = [schedule.factor(step, num_steps=40) for step in range(41)]
-    assert factors[:10] == sorted(factors[:10]) and factors[9:] == sorted(factors[9:], reverse=True)
-    assert all(0 < factor <= 1 for factor in factors)
-
-
-@pytest.mark.parametrize("num_steps", [1, 2])
-def test_a_run_of_a_step_or_two_learns_at_the_peak_first(num_steps: int):
-    assert WarmupCosine(warmup_share=0.04, final_share=0.05).factor(0, num_steps=num_steps) == 1.0
-
-
-def test_no_warmup_starts_at_the_peak():
-    assert WarmupCosine(warmup_share=0.0, final_share=0.0).factor(0, num_steps=10) == 1.0
-
-
-def test_built_schedule_drives_every_group():
-    optimizer = adamw(lr=2.0).build(Network())
-    schedule = WarmupCosine(warmup_share=0.4, final_share=0.0).build(optimizer, num_steps=10)
-    rates = []
-    for _ in range(10):
-        rates.append({group["lr"] for group in optimizer.param_groups})
-        optimizer.step()
-        schedule.step()
-    assert [rate.pop() for rate in rates[:4]] == pytest.approx([0.5, 1.0, 1.5, 2.0])
-    assert all(len(rate) == 1 for rate in rates[4:])
-
-
-@pytest.mark.parametrize("warmup_share", [-0.1, 1.0, 3.0])
-def test_warmup_is_a_share(warmup_share: float):
-    with pytest.raises(ValueError, match=rf"warmup_share={warmup_share} must lie in \[0, 1\)"):
-        WarmupCosine(warmup_share=warmup_share, final_share=0.0)
+def test_muon_values_are_checked(overrides: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        muon(**overrides)

@@ -1,0 +1,274 @@
+"""Time and memory of a training step beside Speculators' for the same work: weights, rows, anchors, loss, threads, AdamW.
+
+    python experiments/training_step/benchmark.py --table            # every shape and drafter, README's table
+    python experiments/training_step/benchmark.py --drafter dspark --row 512 --anchors 64 --rounds 5
+
+Time: one process alternates the two sides. Memory: a fresh process for each side, peak resident memory less what was
+resident after imports and the construction of model and batch.
+"""
+
+import argparse
+import itertools
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from torch import nn
+
+from dspark_lab.__main__ import config_folder
+from dspark_lab.data.packing import Row, collate
+from dspark_lab.data.vocabulary import DraftVocabulary
+from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
+from dspark_lab.drafter.block import BlockDrafter
+from dspark_lab.drafter.eagle3 import Eagle3
+from dspark_lab.pipeline.build import build
+from dspark_lab.records import Batch, TargetSample, TargetSpec
+from dspark_lab.target.protocol import TargetHead
+
+DRAFTERS = ("eagle3", "dflash", "dspark")
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    vocabulary: int
+    heads: int
+    key_heads: int
+    row: int
+    anchors: int
+    draft_vocabulary: int
+    window: int = 0  # 0: none
+
+    def __str__(self) -> str:
+        draft = "full" if self.draft_vocabulary == self.vocabulary else f"{self.draft_vocabulary}"
+        window = f", window {self.window}" if self.window else ""
+        return f"H {self.hidden}, V {self.vocabulary} ({draft}), row {self.row}, {self.anchors} anchors{window}"
+
+
+SMALL = {"hidden": 576, "vocabulary": 49152, "heads": 9, "key_heads": 3}
+LARGE = {"hidden": 2048, "vocabulary": 151936, "heads": 32, "key_heads": 8}
+TABLE = [
+    Shape(**SMALL, row=row, anchors=anchors, draft_vocabulary=draft)
+    for row, anchors, draft in itertools.product((512, 2048), (64, 256), (49152, 8192))
+] + [Shape(**LARGE, row=2048, anchors=128, draft_vocabulary=151936)]
+
+
+def target_of(shape: Shape) -> TargetSpec:
+    return TargetSpec(
+        name="random", model="random", revision="0", fingerprint="0", template_hash="0", architecture="random",
+        hidden_size=shape.hidden, intermediate_size=shape.hidden * 8 // 3 // 64 * 64, num_layers=30,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads, head_dim=64,
+        vocab_size=shape.vocabulary, rms_norm_eps=1e-5, max_position_embeddings=65536,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, layer_ids=(2, 15, 27), mask_token_id=16,
+        eos_token_ids=(2,),
+    )  # fmt: skip
+
+
+def drafter_of(name: str, shape: Shape, *, chunk: int) -> Drafter:
+    """As configured, with Speculators' loss; its EAGLE-3 options too."""
+    torch.manual_seed(0)
+    target = target_of(shape)
+    embedding = 0.02 * torch.randn(shape.vocabulary, shape.hidden)
+    lm_head = 0.02 * torch.randn(shape.vocabulary, shape.hidden)
+    head = TargetHead(embedding, torch.ones(shape.hidden), target.rms_norm_eps, lm_head)
+    options = [f"drafter={name}", "loss=speculators", f"drafter.head_chunk_tokens={chunk}"]
+    if name == "eagle3":
+        options += ["drafter.feature_norm=joint", "drafter.norm_before_residual=true", "drafter.norm_output=true"]
+    else:
+        options += [f"drafter.num_anchors={shape.anchors}"]
+    if shape.window:
+        options += [f"drafter.window={{tokens: {shape.window}, origin: anchor, causal: true, full_layers: []}}"]
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = compose("config", options)
+    recipe = Recipe(*(build(config, group) for group in ("loss", "optimizer", "lr_schedule")), seed=1)
+    every = max(shape.vocabulary // shape.draft_vocabulary, 1)
+    ids = torch.arange(0, shape.vocabulary, every)[: shape.draft_vocabulary]
+    vocabulary = DraftVocabulary.of(ids, vocab_size=shape.vocabulary)
+    return build(config, "drafter", borrowed=Borrowed(target, head, vocabulary), recipe=recipe).train()
+
+
+def samples_of(shape: Shape) -> list[TargetSample]:
+    """Documents of 256 tokens (the last one shorter): a prompt of a quarter, then the answer."""
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for start in range(0, shape.row, 256):
+        length = min(256, shape.row - start)
+        samples.append(
+            TargetSample(
+                token_ids=torch.randint(20, shape.vocabulary, (length,), generator=generator),
+                loss_mask=torch.arange(length) >= length // 4,
+                hidden_states=torch.randn(length, 3, shape.hidden, generator=generator),
+                last_hidden_state=torch.randn(length, shape.hidden, generator=generator),
+            )
+        )
+    return samples
+
+
+def batch_of(shape: Shape) -> Batch:
+    samples = samples_of(shape)
+    return collate([(Row(0, tuple(map(str, range(len(samples))))), samples)], row_tokens=shape.row, epoch=0)
+
+
+Side = Callable[[], float]
+"""One training step; gives its loss."""
+
+
+def side(which: str, name: str, shape: Shape, *, precision: str, chunk: int) -> Side:
+    with warnings.catch_warnings():  # both sides import the same: what a first step would import late is not its memory
+        warnings.simplefilter("ignore")
+        import speculators_peer as peer
+    drafter, batch = drafter_of(name, shape, chunk=chunk), batch_of(shape)
+    if which == "ours":
+        module: nn.Module = drafter
+
+        def loss_of() -> torch.Tensor:
+            return drafter.loss(drafter(batch), batch).total
+    else:
+        module = peer.peer_of(drafter)
+        samples = samples_of(shape)
+
+        def loss_of() -> torch.Tensor:
+            if isinstance(drafter, Eagle3):
+                return peer.run_chains(module, drafter, samples, shape.row)[0]
+            assert isinstance(drafter, BlockDrafter)
+            return peer.run_blocks(module, drafter, batch)[0]
+
+    optimizer = torch.optim.AdamW((p for p in module.parameters() if p.requires_grad), lr=0.0)
+
+    def step() -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+def measure_time(name: str, shape: Shape, *, precision: str, rounds: int, chunk: int) -> dict[str, Any]:
+    """Seconds of each side, the median of the ratios, and both losses. The first round warms up."""
+    sides = {which: side(which, name, shape, precision=precision, chunk=chunk) for which in ("ours", "speculators")}
+    times: dict[str, list[float]] = {which: [] for which in sides}
+    losses = {}
+    for _ in range(rounds + 1):
+        for which, step in sides.items():
+            started = time.perf_counter()
+            losses[which] = step()
+            times[which].append(time.perf_counter() - started)
+    ours, theirs = times["ours"][1:], times["speculators"][1:]
+    return {
+        "ours_s": statistics.median(ours),
+        "speculators_s": statistics.median(theirs),
+        "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
+        "losses": losses,
+    }
+
+
+def measure_memory(which: str, name: str, shape: Shape, *, precision: str, chunk: int) -> dict[str, float]:
+    """Bytes of two steps in this process: peak above what was resident when they began, and in all."""
+    step = side(which, name, shape, precision=precision, chunk=chunk)
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    for _ in range(2):
+        step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"step_bytes": peak - before, "total_bytes": peak}
+
+
+def in_own_process(which: str, name: str, shape: Shape, arguments: argparse.Namespace) -> dict[str, float]:
+    command = [
+        sys.executable, __file__, "--memory-of", which, "--drafter", name, "--shape", json.dumps(asdict(shape)),
+        "--precision", arguments.precision, "--chunk", str(arguments.chunk),
+    ]  # fmt: skip
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+def matmul_flops(name: str, shape: Shape) -> float:
+    """FLOPs of the matrix products that a step cannot do without, attention's own left out.
+
+    Over the row: ``fc`` and the context's keys and values. Over the predicting slots: the layers, and the vocabulary: draft
+    and target logits forward, the draft's gradient to the states (the matrices are frozen), DSpark's W2 both ways.
+    """
+    drafter, batch = drafter_of(name, shape, chunk=256), batch_of(shape)
+    with torch.no_grad():
+        output = drafter(batch)
+    slots = output.hidden.shape[0] * output.hidden.shape[1]
+    matrices = {key: parameter.numel() for key, parameter in drafter.named_parameters() if parameter.ndim == 2}
+    layers = sum(size for key, size in matrices.items() if key.startswith("layers."))
+    context = sum(size for key, size in matrices.items() if key == "fc.weight" or ".k_proj" in key or ".v_proj" in key)
+    vocabulary = shape.hidden * shape.draft_vocabulary + matrices.get("markov_head.markov_w2.weight", 0)
+    return 3 * 2 * (slots * (layers + vocabulary) + shape.row * context)
+
+
+def matmul_rate(precision: str) -> float:
+    """FLOP/s of one large product, the best of five."""
+    a, b = (torch.randn(2048, 2048, dtype=torch.bfloat16 if precision == "bf16" else torch.float32) for _ in "ab")
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        a @ b
+        times.append(time.perf_counter() - started)
+    return 2 * 2048**3 / min(times)
+
+
+def rows_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    shapes = TABLE if arguments.table else [arguments.shape]
+    names = DRAFTERS if arguments.drafter is None else (arguments.drafter,)
+    for shape, name in itertools.product(shapes, names):
+        if name == "eagle3" and arguments.table and shape.anchors != 64 and shape.hidden == SMALL["hidden"]:
+            continue  # EAGLE-3 has no anchors
+        how = {"precision": arguments.precision, "chunk": arguments.chunk}
+        found = measure_time(name, shape, rounds=arguments.rounds, **how)
+        floor = matmul_flops(name, shape) / matmul_rate(arguments.precision)
+        memory = {which: in_own_process(which, name, shape, arguments) for which in ("ours", "speculators")}
+        yield {"shape": shape, "drafter": name, "floor_s": floor, "memory": memory, **found}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="all shapes of the README")
+    parser.add_argument("--drafter", choices=DRAFTERS)
+    parser.add_argument("--row", type=int, default=512)
+    parser.add_argument("--anchors", type=int, default=64)
+    parser.add_argument("--draft-vocabulary", type=int, default=49152)
+    parser.add_argument(
+        "--shape", type=lambda text: Shape(**json.loads(text)), help="as JSON, instead of the three above"
+    )
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--chunk", type=int, default=256, help="drafter.head_chunk_tokens")
+    parser.add_argument("--memory-of", choices=("ours", "speculators"), help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="append a line per measurement")
+    arguments = parser.parse_args()
+    sized = {"row": arguments.row, "anchors": arguments.anchors, "draft_vocabulary": arguments.draft_vocabulary}
+    arguments.shape = arguments.shape or Shape(**SMALL, **sized)
+    if arguments.memory_of:
+        how = {"precision": arguments.precision, "chunk": arguments.chunk}
+        print(json.dumps(measure_memory(arguments.memory_of, arguments.drafter, arguments.shape, **how)))
+        return
+    header = ["shape", "drafter", "ours, s", "Speculators, s", "ratio", "floor, s", "/ floor"]
+    header += ["ours, MiB", "Speculators, MiB", "ratio"]
+    print(f"| {' | '.join(header)} |\n|---|---|{'--:|' * 8}", flush=True)
+    for row in rows_of(arguments):
+        ours, theirs = (row["memory"][which]["step_bytes"] / 2**20 for which in ("ours", "speculators"))
+        numbers = [row["ours_s"], row["speculators_s"], row["ratio"], row["floor_s"], row["ours_s"] / row["floor_s"]]
+        cells = [str(row["shape"]), row["drafter"], *(f"{number:.2f}" for number in numbers)]
+        print(f"| {' | '.join([*cells, f'{ours:.0f}', f'{theirs:.0f}', f'{ours / theirs:.2f}'])} |", flush=True)
+        assert abs(row["losses"]["ours"] / row["losses"]["speculators"] - 1) < 1e-3, row["losses"]
+        if arguments.json:
+            with arguments.json.open("a") as file:
+                file.write(json.dumps({**row, "shape": asdict(row["shape"])}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
