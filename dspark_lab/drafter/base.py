@@ -26,6 +26,7 @@ from dspark_lab.drafter.objective import Loss, normalisation
 from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
 from dspark_lab.records import Batch, Proposal, Sampling, TargetSpec
 from dspark_lab.target.protocol import TargetHead
+from dspark_lab.training.collectives import sum_over_ranks
 from dspark_lab.training.lr_schedules import LrSchedule
 from dspark_lab.training.optimizers import OptimizerRecipe
 from dspark_lab.training.sharding import shard
@@ -50,6 +51,9 @@ class DraftOutput:
 
     def with_hidden(self, hidden: Tensor) -> "DraftOutput":
         return DraftOutput(hidden, self.previous_token_ids, self.labels, self.supervised, self.teacher_hidden)
+
+
+torch.export.register_dataclass(DraftOutput)  # a pytree: FSDP2 looks into what forward returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +202,7 @@ class Drafter(L.LightningModule):
 
         Lightning has divided by the accumulated batches and DDP by the ranks. One small vector is all that is reduced.
         """
-        sums = self.trainer.strategy.reduce(torch.stack(self.window).sum(0), reduce_op="sum")
+        sums = sum_over_ranks(torch.stack(self.window).sum(0))
         self.window.clear()
         denominator = sums[0].clamp(min=1e-6)
         scale = self.trainer.world_size * self.trainer.accumulate_grad_batches / denominator

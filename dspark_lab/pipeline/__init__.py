@@ -120,4 +120,5 @@ def quieten() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # Lightning 2.6 on torch 2.13
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # never written into
     warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty")  # a resumed run

@@ -26,6 +26,7 @@ from dspark_lab.progress import console
 from dspark_lab.records import Batch
 from dspark_lab.signals import Requeue, handled
 from dspark_lab.store.durable import publish
+from dspark_lab.training.collectives import any_rank
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 NEWEST_FIRST = (LAST, PREVIOUS)
@@ -117,7 +118,7 @@ class SaveOnSignal(Callback):
         if trainer.global_step == self._step:
             return  # within an accumulation window: its gradients are in no checkpoint
         self._step = trainer.global_step
-        self.saved = trainer.strategy.reduce_boolean_decision(self.received, all=False)
+        self.saved = any_rank(self.received, device=trainer.strategy.root_device)
         if self.saved:
             trainer.save_checkpoint(self.path, weights_only=False)
             console.print(f"train: signal received: step {self._step} is saved, the same command goes on from it")

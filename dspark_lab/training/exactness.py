@@ -1,12 +1,14 @@
 """What makes a resumed run equal to an uninterrupted one, beside the states that Lightning saves."""
 
 import random
+from itertools import chain
 from typing import Any
 
 import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch.distributed.fsdp import FSDPModule
 
 from dspark_lab.progress import console
 from dspark_lab.records import Batch
@@ -29,6 +31,25 @@ class KeyedRandomness(Callback):
         random.seed(key)
         np.random.seed(key & (2**32 - 1))
         torch.manual_seed(key)
+
+
+class OptimizerKeys(Callback):
+    """Numbers a checkpoint's optimizer state by the parameters' place in the module, as FSDP2 reads and writes it.
+
+    An optimizer numbers them by their place in its groups, so that a run could not go on under the other strategy. It
+    loads any numbers: within each group only their order counts.
+    """
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if isinstance(pl_module, FSDPModule):
+            return
+        place = {id(parameter): index for index, parameter in enumerate(pl_module.parameters())}
+        for optimizer, state in zip(trainer.optimizers, checkpoint["optimizer_states"], strict=True):
+            used = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+            number = {old: place[id(parameter)] for old, parameter in enumerate(used)}
+            state["state"] = {number[old]: value for old, value in state["state"].items()}
+            for group in state["param_groups"]:
+                group["params"] = [number[old] for old in group["params"]]
 
 
 class Surroundings(Callback):

@@ -4,18 +4,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-ENTRANCES = ("training_step", "validation_step", "propose")
-"""Where a drafter is entered from outside: in there all of its parameters are whole."""
-
 
 def shard(drafter: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard all parameters as one group: gathered when an entrance is entered, freed after the backward pass.
+    """Shard all parameters as one group: gathered when ``forward`` or ``propose`` begins, freed by the backward pass.
 
     One group and not one a layer, because layers are called several times in a step (EAGLE-3: once a step of its
     training-time test; block drafters: for the context and for their own slots), and FSDP2 sends gradients after *each*
     call of a group. As one group a step sends exactly DDP's bytes, and a drafter's methods may use its parts in any way.
     Drafters are small: what has to be split is the optimizer's state, twelve of sixteen bytes a parameter.
+
+    What ``forward`` returns must be a pytree: FSDP2 finds the start of the backward pass by its tensors.
     """
     fully_shard(drafter, mesh=mesh)
-    for name in ENTRANCES:
-        register_fsdp_forward_method(drafter, name)
+    register_fsdp_forward_method(drafter, "propose")

@@ -1,5 +1,6 @@
 """Lightning's Trainer with the few choices that this project makes for everybody."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Literal
 
@@ -7,10 +8,11 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch.nn.parallel import DistributedDataParallel
 
 from dspark_lab.target.precision import has_bfloat16, resolve_device
 from dspark_lab.training.checkpoints import LAST, CheckpointFiles, SaveOnSignal, model_checkpoints
-from dspark_lab.training.exactness import KeyedRandomness, Surroundings
+from dspark_lab.training.exactness import KeyedRandomness, OptimizerKeys, Surroundings
 from dspark_lab.training.place import cluster_environment, num_devices
 from dspark_lab.validation import checked
 
@@ -57,6 +59,7 @@ def build_trainer(
         callbacks=[
             KeyedRandomness(seed),
             Surroundings(),
+            OptimizerKeys(),
             *callbacks,
             SaveOnSignal(checkpoints / LAST),  # after all that count a step; Lightning puts checkpoints last
             *model_checkpoints(checkpoints, monitor, every_steps=checkpoint_every_steps),
@@ -91,8 +94,10 @@ def choose_strategy(strategy: Literal["auto", "ddp", "fsdp"], *, num_ranks: int)
         return ModelParallelStrategy(
             data_parallel_size=num_ranks, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
-    # Buffers are constants, so that none needs to be broadcast before every forward pass.
-    return DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
+    # Buffers are constants: none needs to be broadcast before every forward pass.
+    renamed = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters  # in torch 2.13
+    buffers = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    return DDPStrategy(gradient_as_bucket_view=True, **buffers)
 
 
 def resolve_precision(precision: Precision) -> Literal["bf16-mixed", "32-true"]:
