@@ -117,7 +117,8 @@ def requested_stages(stages: Any) -> list[str]:
 
 def quieten() -> None:
     """Advertisements, second progress bars and known noise of the libraries; their warnings stay."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # Lightning 2.6 on torch 2.13
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # never written into
