@@ -1,13 +1,13 @@
 """The LightningModule that all drafters share: borrowed matrices, the training step, the walk over chunks.
 
-An algorithm adds ``forward`` (the network up to hidden states), ``head`` (hidden states -> draft logits), terms of its own
-to ``loss_terms``, and ``propose`` (inference). ``loss`` and ``propose`` share ``head``.
+An algorithm adds ``forward`` (the network up to hidden states), ``head`` (hidden states -> draft logits), ``own_loss_terms``
+if it has any, and ``propose`` (inference). ``loss`` and ``propose`` share ``head``.
 """
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import lightning as L
 import torch
@@ -21,7 +21,8 @@ from torchmetrics import MeanMetric
 from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.decoding.sampling import draw, probabilities
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.losses import Divergences, LossTerms, walk_chunks
+from dspark_lab.drafter.divergences import Divergences, diverge
+from dspark_lab.drafter.losses import LossTerms, walk_chunks
 from dspark_lab.drafter.objective import Loss, normalisation
 from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
 from dspark_lab.records import Batch, Proposal, Sampling, TargetSpec
@@ -36,21 +37,28 @@ from dspark_lab.training.sharding import shard
 class DraftOutput:
     """Supervised slots in whole blocks: A blocks (EAGLE-3: chains) of S predicting slots (EAGLE-3: steps).
 
-    ``supervised`` is a run of True per block; ``teacher_hidden`` are the target's last hidden states, before its final
-    norm, at the token that predicts the label.
+    ``target_states`` are the target's last hidden states, before its final norm, of the batch's N tokens; ``teacher`` says
+    which token predicts a slot's label. Slots share tokens, so their target logits are computed once.
     """
 
     hidden: Tensor  # [A, S, H], normed: ready for the head
     previous_token_ids: Tensor  # int64 [A, S] target ids: the true token before each label
     labels: Tensor  # int64 [A, S] target ids
     supervised: Tensor  # bool [A, S]
-    teacher_hidden: Tensor  # [A, S, H]
+    teacher: Tensor  # int64 [A, S] index into target_states
+    target_states: Tensor  # [N, H]
+
+    @property
+    def teacher_hidden(self) -> Tensor:
+        """[A, S, H]."""
+        return self.target_states[self.teacher]
 
     def __getitem__(self, blocks: slice) -> "DraftOutput":
-        return DraftOutput(*(getattr(self, field.name)[blocks] for field in fields(self)))
+        parts = (self.hidden, self.previous_token_ids, self.labels, self.supervised, self.teacher)
+        return DraftOutput(*(part[blocks] for part in parts), self.target_states)
 
     def with_hidden(self, hidden: Tensor) -> "DraftOutput":
-        return DraftOutput(hidden, self.previous_token_ids, self.labels, self.supervised, self.teacher_hidden)
+        return replace(self, hidden=hidden)
 
 
 torch.export.register_dataclass(DraftOutput)  # a pytree: FSDP2 looks into what forward returns
@@ -95,7 +103,7 @@ class Drafter(L.LightningModule):
         head_chunk_tokens: int,
         own_terms: frozenset[str] = frozenset(),
     ) -> None:
-        """``num_slots``: that predict in a block; ``own_terms``: names that ``loss_terms`` adds to the divergences."""
+        """``num_slots``: that predict in a block; ``own_terms``: names of ``own_loss_terms``."""
         super().__init__()
         self.target, self.target_head, self.vocabulary = borrowed.target, borrowed.head, borrowed.vocabulary
         lm_head = self.target_head.lm_head
@@ -127,6 +135,7 @@ class Drafter(L.LightningModule):
 
     def loss(self, output: DraftOutput, batch: Batch) -> LossTerms:
         """The objective's terms, summed over the supervised slots chunk by chunk of whole blocks."""
+        active = self.objective.active
         factor, denominator = normalisation(
             self.recipe.loss.normalizer,
             self.decays,
@@ -136,33 +145,52 @@ class Drafter(L.LightningModule):
             dpace=self.objective.weighting == "dpace",
         )
 
-        def summands(blocks: slice, hidden: Tensor) -> dict[str, Tensor]:
+        def summands(blocks: slice, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             chunk = output[blocks].with_hidden(hidden)
             divergences = self.divergences(chunk)
-            weights = factor * self.objective.slot_weights(self.decays, chunk.supervised, divergences)
+            weights = factor * self.objective.slot_weights(self.decays, chunk.supervised, divergences.label_probability)
             if self.objective.outside == "mask" and not self.vocabulary.is_full:
-                weights = weights * self.vocabulary.t2d[self.target_argmax(chunk.teacher_hidden)]
-            return {name: (weights * term).sum() for name, term in self.loss_terms(chunk, divergences).items()}
+                weights = weights * self.vocabulary.t2d[self.target_argmax(chunk)]
+            value = (weights * divergences.total).sum()
+            sums = {name: (weights * divergences.values[name]).sum() for name in active if name not in self.own_terms}
+            for name, term in self.own_loss_terms(chunk, divergences).items():
+                sums[name] = (weights * term).sum()
+                value = value + active[name] * sums[name]
+            return value, {name: sums[name] for name in active}
 
         return walk_chunks(
             summands,
             output.hidden,
-            weights=self.objective.active,
+            terms=list(active),
             denominator=denominator,
             parameters=[p for module in self.head_modules() for p in module.parameters()],
             chunk_blocks=self._chunk_blocks(output),
         )
 
-    def loss_terms(self, chunk: DraftOutput, divergences: Divergences) -> dict[str, Tensor]:
-        """Each term with a weight, per slot [A, S]."""
-        return {name: getattr(divergences, name) for name in self.objective.active if name not in self.own_terms}
+    def own_loss_terms(self, chunk: DraftOutput, divergences: Divergences) -> dict[str, Tensor]:
+        """The terms in ``own_terms``, per slot [A, S]."""
+        return {}
 
     def divergences(self, chunk: DraftOutput) -> Divergences:
+        """How far q is from p in each slot; with ``own_terms`` also TV, from which acceptance follows."""
+        weights = self.objective.divergences(self.own_terms)
         labels, counted = None, None
         if self.objective.labels == "data":
             labels, counted = self.vocabulary.to_draft(chunk.labels)
         logits = self.head(chunk.hidden, chunk.previous_token_ids)
-        return Divergences(logits, lambda: self.teacher_logits(chunk.teacher_hidden), labels, counted)
+        teacher_logits, row = None, chunk.teacher
+        if labels is None or self.own_terms or weights.keys() != {"ce"}:
+            tokens, row = chunk.teacher.unique(return_inverse=True)
+            teacher_logits = self.teacher_logits(chunk.target_states[tokens])
+        return diverge(
+            logits,
+            teacher_logits,
+            row,
+            weights=weights,
+            labels=labels,
+            counted=None if self.vocabulary.is_full else counted,
+            also=frozenset({"tv"} if self.own_terms else ()),
+        )
 
     @abstractmethod
     def propose(
@@ -179,9 +207,10 @@ class Drafter(L.LightningModule):
         """Target logits on the draft vocabulary, [..., V_d]."""
         return F.linear(self.target_head.norm(teacher_hidden.to(self.draft_rows.dtype)), self.draft_rows)
 
-    def target_argmax(self, teacher_hidden: Tensor) -> Tensor:
-        """The target's most likely token over its whole vocabulary: [..., H] -> [...] target ids."""
-        return self.target_head.logits(teacher_hidden.to(self.draft_rows.dtype)).argmax(-1)
+    def target_argmax(self, chunk: DraftOutput) -> Tensor:
+        """The target's most likely token over its whole vocabulary, target ids [A, S]."""
+        tokens, row = chunk.teacher.unique(return_inverse=True)
+        return self.target_head.logits(chunk.target_states[tokens].to(self.draft_rows.dtype)).argmax(-1)[row]
 
     def head_modules(self) -> list[nn.Module]:
         """Modules with parameters that ``head`` or ``loss`` use after ``forward``."""
@@ -250,7 +279,7 @@ class Drafter(L.LightningModule):
         for start in range(0, output.hidden.shape[0], step):
             chunk = output[start : start + step]
             drafted = self.vocabulary.to_target(self.head(chunk.hidden, chunk.previous_token_ids).argmax(-1))
-            agreed.append(drafted == self.target_argmax(chunk.teacher_hidden))
+            agreed.append(drafted == self.target_argmax(chunk))
         return torch.cat(agreed)
 
     def configure_model(self) -> None:

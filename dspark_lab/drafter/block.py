@@ -67,7 +67,8 @@ class BlockDrafter(Drafter):
             previous_token_ids=blocks.previous_token_ids,
             labels=blocks.labels,
             supervised=blocks.supervised,
-            teacher_hidden=batch.last_hidden_state.flatten(0, 1)[blocks.teacher],
+            teacher=blocks.teacher,
+            target_states=batch.last_hidden_state.flatten(0, 1),
         )
 
     def anchors(self, batch: Batch) -> Tensor:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from dspark_lab.drafter.base import Borrowed, DraftOutput, Recipe
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.divergences import Divergences
 from dspark_lab.drafter.heads import ConfidenceHead, MarkovHead, MarkovKind
 from dspark_lab.drafter.layers import SlidingWindow, initialise
-from dspark_lab.drafter.losses import Divergences, confidence_loss
+from dspark_lab.drafter.losses import confidence_loss
 from dspark_lab.records import Proposal, Sampling
 from dspark_lab.validation import checked
 
@@ -86,17 +87,17 @@ class DSpark(BlockDrafter):
     def head(self, hidden: Tensor, previous_token_ids: Tensor) -> Tensor:
         # Teacher forcing in loss(): the true token before each slot; propose() passes the drawn one.
         logits = super().head(hidden, previous_token_ids)
-        return logits if self.markov_head is None else logits + self.markov_head(previous_token_ids, hidden)
+        return logits if self.markov_head is None else self.markov_head(logits, previous_token_ids, hidden)
 
     def head_modules(self) -> list[nn.Module]:
         return [module for module in (self.markov_head, self.confidence_head) if module is not None]
 
-    def loss_terms(self, chunk: DraftOutput, divergences: Divergences) -> dict[str, Tensor]:
-        terms = super().loss_terms(chunk, divergences)
-        if self.confidence_head is not None:
-            logits = self.confidence_logits(chunk.hidden, chunk.previous_token_ids)
-            terms["confidence"] = confidence_loss(logits, 1.0 - divergences.tv)
-        return {name: terms[name] for name in self.objective.active}
+    def own_loss_terms(self, chunk: DraftOutput, divergences: Divergences) -> dict[str, Tensor]:
+        if self.confidence_head is None:
+            return {}
+        logits = self.confidence_logits(chunk.hidden, chunk.previous_token_ids)
+        # What it should know: the probability that verification accepts a draw from q (equation 12).
+        return {"confidence": confidence_loss(logits, 1.0 - divergences.values["tv"])}
 
     def confidence_logits(self, hidden: Tensor, previous_token_ids: Tensor) -> Tensor:
         """[..., H] and [...] -> [...]: logit of the probability that a slot is accepted given its prefix."""

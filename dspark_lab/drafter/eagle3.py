@@ -92,7 +92,8 @@ class Eagle3(Drafter):
             previous_token_ids=token_ids[fed],
             labels=token_ids[(fed + 1).clamp(max=token_ids.numel() - 1)],
             supervised=supervised,
-            teacher_hidden=batch.last_hidden_state.flatten(0, 1)[fed],
+            teacher=fed,
+            target_states=batch.last_hidden_state.flatten(0, 1),
         )
 
     def fuse(self, hidden_states: Tensor) -> Tensor:

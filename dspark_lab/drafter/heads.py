@@ -21,23 +21,31 @@ class MarkovHead(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.rank = kind, rank
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        # Sparse: a chunk of the loss touches few rows, and ``walk_chunks`` adds them up to one dense gradient.
+        self.markov_w1 = nn.Embedding(vocab_size, rank, sparse=True)
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
         if kind == "gated":
             self.gate_proj = nn.Linear(hidden_size + rank, rank)
         if kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
-    def forward(self, previous_token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Whole blocks, [..., S] target ids and [..., S, H] -> [..., S, V_d]."""
+    def forward(self, logits: Tensor, previous_token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """``logits`` [..., S, V_d] of whole blocks with the bias of [..., S] target ids and states [..., S, H] added."""
+        features = self.features(previous_token_ids, hidden)
+        # One pass over the vocabulary for product and sum.
+        biased = torch.addmm(logits.flatten(0, -2), features.flatten(0, -2), self.markov_w2.weight.T)
+        return biased.view(logits.shape)
+
+    def features(self, previous_token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """f of whole blocks: [..., S, r]."""
         embedded = self.markov_w1(previous_token_ids)
         if self.kind != "rnn":
-            return self.markov_w2(self._first_order(embedded, hidden))
+            return self._first_order(embedded, hidden)
         outputs, state = [], None
         for k in range(embedded.shape[-2]):
             output, state = self._recur(embedded[..., k, :], hidden[..., k, :], state)
             outputs.append(output)
-        return self.markov_w2(torch.stack(outputs, dim=-2))
+        return torch.stack(outputs, dim=-2)
 
     def step(self, previous_token_id: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """One slot of a block: [] and [H] -> bias [V_d] and the recurrence's state, None before the first slot."""

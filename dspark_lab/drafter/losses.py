@@ -1,112 +1,11 @@
-"""Loss terms per slot, and the walk that keeps no [slots, vocabulary] tensor longer than its chunk.
-
-Convention: p is the target's distribution (no gradient), q the drafter's; all softmaxes in fp32, at temperature 1.
-"""
+"""Sums of loss terms over slots, and the walk that keeps no [slots, vocabulary] tensor longer than its chunk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import log
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-TERMS = ("ce", "soft_ce", "kl", "reverse_kl", "js", "tv", "l1", "nla", "lk")
-"""What an objective may weigh, by ``Divergences``' property; a drafter may add terms of its own (DSpark: confidence)."""
-
-
-class Divergences:
-    """How far q is from p in each slot, each [...], every softmax taken once (algorithms.md 4.1-4.3).
-
-    ``logits`` and ``teacher_logits`` [..., V_d]; ``labels`` [...] draft ids or None for the target's own arg-max;
-    ``counted`` [...]: False where ``ce`` has no label in the draft vocabulary and is 0.
-    """
-
-    def __init__(
-        self,
-        logits: Tensor,
-        teacher_logits: Callable[[], Tensor],
-        labels: Tensor | None,
-        counted: Tensor | None = None,
-    ) -> None:
-        self._logits, self._teacher_logits, self._labels, self._counted = logits, teacher_logits, labels, counted
-
-    @cached_property
-    def log_q(self) -> Tensor:
-        return self._logits.float().log_softmax(-1)
-
-    @cached_property
-    def q(self) -> Tensor:
-        return self.log_q.exp()
-
-    @cached_property
-    def log_p(self) -> Tensor:
-        return self._teacher_logits().float().log_softmax(-1)
-
-    @cached_property
-    def p(self) -> Tensor:
-        return self.log_p.exp()
-
-    @cached_property
-    def ce(self) -> Tensor:
-        """-log q[label]."""
-        labels = self.log_p.argmax(-1) if self._labels is None else self._labels
-        ce = -self.log_q.gather(-1, labels[..., None]).squeeze(-1)
-        return ce if self._counted is None else ce * self._counted
-
-    @property
-    def label_probability(self) -> Tensor:
-        """q[label] without gradient; 0 for a label outside the draft vocabulary, which no proposal can match."""
-        probability = torch.exp(-self.ce.detach())
-        return probability if self._counted is None else probability * self._counted
-
-    @cached_property
-    def soft_ce(self) -> Tensor:
-        """-sum_v p_v log q_v."""
-        return -(self.p * self.log_q).sum(-1)
-
-    @cached_property
-    def kl(self) -> Tensor:
-        """KL(p || q): soft cross-entropy less the entropy of p."""
-        return (self.p * (self.log_p - self.log_q)).sum(-1)
-
-    @cached_property
-    def reverse_kl(self) -> Tensor:
-        """KL(q || p)."""
-        return (self.q * (self.log_q - self.log_p)).sum(-1)
-
-    @cached_property
-    def js(self) -> Tensor:
-        """Jensen-Shannon: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2."""
-        log_m = torch.logaddexp(self.log_p, self.log_q) - log(2.0)
-        return 0.5 * (self.p * (self.log_p - log_m) + self.q * (self.log_q - log_m)).sum(-1)
-
-    @cached_property
-    def tv(self) -> Tensor:
-        """1/2 sum_v |p_v - q_v|; 1 - TV is the probability that verification accepts a draw from q."""
-        return 0.5 * (self.p - self.q).abs().sum(-1)
-
-    @cached_property
-    def l1(self) -> Tensor:
-        """|p - q|_1 = 2 TV, the DSpark paper's term."""
-        return 2.0 * self.tv
-
-    @cached_property
-    def acceptance(self) -> Tensor:
-        """sum_v min(p_v, q_v) = 1 - TV, exact also where it is small."""
-        return torch.minimum(self.p, self.q).sum(-1)
-
-    @cached_property
-    def nla(self) -> Tensor:
-        """-log of the acceptance probability, which is kept at 1e-5 or more (Samarin et al. 2026, arXiv 2602.23881)."""
-        return -self.acceptance.clamp(min=1e-5).log()
-
-    @cached_property
-    def lk(self) -> Tensor:
-        """w KL + (1 - w) TV with w = exp(-3 (1 - TV)) without gradient (the same paper's hybrid)."""
-        weight = torch.exp(-3.0 * self.acceptance.detach())
-        return weight * self.kl + (1.0 - weight) * self.tv
 
 
 def confidence_loss(confidence_logits: Tensor, acceptance: Tensor) -> Tensor:
@@ -132,32 +31,33 @@ class LossTerms:
         return {name: value / self.denominator.clamp(min=1e-6) for name, value in self.sums.items()}
 
 
-Summands = Callable[[slice, Tensor], Mapping[str, Tensor]]
-"""(blocks, their hidden states) -> sum over the slots of each term."""
+Summands = Callable[[slice, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
+"""(blocks, their hidden states) -> weighted sum over slots and terms, with gradient; and the sum of each term, without."""
 
 
 def walk_chunks(
     summands: Summands,
     hidden: Tensor,
     *,
-    weights: Mapping[str, float],
+    terms: Sequence[str],
     denominator: Tensor,
     parameters: Sequence[Tensor],
     chunk_blocks: int,
 ) -> LossTerms:
-    """sum_term weight * (sum over slots of the term), chunk by chunk of whole blocks.
+    """The sums of ``summands`` over chunks of whole blocks.
 
-    ``hidden`` [A, S, H]; ``parameters`` are those that ``summands`` uses besides. With gradients on, each chunk's gradient
-    is computed right after its loss, so logits live once, in one chunk, and nothing is computed twice.
+    ``hidden`` [A, S, H]; ``parameters`` are those that ``summands`` uses besides; ``terms`` the names that it gives. With
+    gradients on, each chunk's gradient is computed right after its loss, so logits live once, in one chunk, and nothing is
+    computed twice.
     """
-    sums = {name: torch.zeros((), device=hidden.device) for name in weights}
+    sums = {name: torch.zeros((), device=hidden.device) for name in terms}
 
     def evaluate(blocks: slice, states: Tensor) -> Tensor:
-        terms = summands(blocks, states)
-        assert terms.keys() == weights.keys(), (terms.keys(), weights.keys())
-        for name, term in terms.items():
+        value, found = summands(blocks, states)
+        assert found.keys() == sums.keys(), (found.keys(), sums.keys())
+        for name, term in found.items():
             sums[name] += term.detach()
-        return sum((weights[name] * term for name, term in terms.items()), torch.zeros((), device=hidden.device))
+        return value
 
     if torch.is_grad_enabled() and hidden.requires_grad:
         total = _GradientInForward.apply(evaluate, chunk_blocks, hidden, *parameters)

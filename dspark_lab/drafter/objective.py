@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dspark_lab.drafter.losses import TERMS, Divergences
+from dspark_lab.drafter.divergences import TERMS
 from dspark_lab.validation import checked
 
 Normalizer = Literal["global", "speculators", "deepspec"]
@@ -67,14 +67,15 @@ class Objective:
         slots = torch.arange(num_slots)
         return torch.exp(-slots / self.decay) if self.weighting == "exponential" else self.decay ** slots.float()
 
-    def slot_weights(self, decays: Tensor, supervised: Tensor, divergences: Divergences) -> Tensor:
+    def slot_weights(self, decays: Tensor, supervised: Tensor, label_probability: Tensor) -> Tensor:
         """[A, S] weights of a chunk of whole blocks; 0 where nothing is supervised."""
-        weights = decays * supervised
-        return (
-            weights
-            if self.weighting != "dpace"
-            else (weights * dpace(divergences.label_probability, supervised, floor=self.decay))
-        )
+        if self.weighting == "dpace":
+            return dpace(label_probability, supervised, floor=self.decay)
+        return decays * supervised
+
+    def divergences(self, own: frozenset[str]) -> dict[str, float]:
+        """The active terms that are divergences of q from p, not the drafter's ``own``."""
+        return {name: weight for name, weight in self.active.items() if name not in own}
 
 
 class Loss:

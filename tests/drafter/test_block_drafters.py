@@ -27,8 +27,8 @@ from torch import Tensor
 
 from dspark_lab.drafter.base import Borrowed, Drafter
 from dspark_lab.drafter.block import BlockDrafter
+from dspark_lab.drafter.divergences import TERMS
 from dspark_lab.drafter.dspark import DSpark
-from dspark_lab.drafter.losses import TERMS
 from dspark_lab.drafter.objective import Loss
 from dspark_lab.records import Sampling
 

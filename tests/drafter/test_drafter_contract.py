@@ -263,7 +263,14 @@ def test_packing_invariance(name: str):
         packed = drafter(pack(rows))
         parts = [drafter(batch) for batch in alone]
         assert_same_output(packed, parts)
-        joined = DraftOutput(*(torch.cat([getattr(p, f) for p in parts]) for f in DraftOutput.__slots__))
+        sizes = [len(part.target_states) for part in parts]
+        starts = [sum(sizes[:index]) for index in range(len(parts))]
+        own = ("hidden", "previous_token_ids", "labels", "supervised")
+        joined = DraftOutput(
+            *(torch.cat([getattr(part, field) for part in parts]) for field in own),
+            teacher=torch.cat([part.teacher + start for part, start in zip(parts, starts, strict=True)]),
+            target_states=torch.cat([part.target_states for part in parts]),
+        )
         batch = pack(rows)
         assert_close(drafter.loss(packed, batch).total, drafter.loss(joined, batch).total)
 
@@ -401,7 +408,8 @@ def test_accumulated_rows_train_like_one_batch_of_them(name: str, tmp_path: Path
         found = [float(trainer.callback_metrics[key]) for trainer in trainers]
         assert found[0] == pytest.approx(found[1], rel=1e-5), key
     for key, value in together.state_dict().items():
-        assert_close(by_row.state_dict()[key], value)
+        # Adam divides by the gradient's size: of a gradient near zero, rounding is all that is left.
+        assert_close(by_row.state_dict()[key], value, relative=5e-5)
 
 
 class Refusing(L.Callback):

@@ -22,8 +22,8 @@ from tiny_world import (
 )
 
 from dspark_lab.decoding.sampling import probabilities
+from dspark_lab.drafter.divergences import TERMS
 from dspark_lab.drafter.eagle3 import Eagle3
-from dspark_lab.drafter.losses import TERMS
 from dspark_lab.drafter.objective import Loss
 from dspark_lab.records import Sampling
 

@@ -5,7 +5,6 @@ import torch
 from tiny_world import CONF, build, loss_of, tiny_batch
 
 from dspark_lab.drafter.dspark import DSpark
-from dspark_lab.drafter.losses import Divergences
 from dspark_lab.drafter.objective import Objective, dpace, normalisation
 
 CONVENTIONS = [path.stem for path in sorted((CONF / "loss").glob("*.yaml"))]
@@ -39,9 +38,9 @@ def test_golden_dpace():
 
 
 def test_dpace_counts_a_label_outside_the_draft_vocabulary_as_hopeless():
-    logits = torch.zeros(1, 2, 4)
-    found = Divergences(logits, lambda: logits, torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[False, True]]))
-    weights = objective(weighting="dpace", decay=0.5).slot_weights(torch.ones(2), torch.ones(1, 2).bool(), found)
+    weights = objective(weighting="dpace", decay=0.5).slot_weights(
+        torch.ones(2), torch.ones(1, 2, dtype=torch.bool), torch.tensor([[0.0, 0.25]])
+    )
     # q = [0, 1/4]: s = [.5, .625], P = [.5, .3125]
     assert weights[0].tolist() == pytest.approx([0.8125, 0.3125])
 
@@ -126,11 +125,11 @@ def test_masking_outside_takes_the_loss_of_slots_that_no_proposal_can_win(name: 
     )
     with torch.no_grad():
         output = keep(batch)
-        found = keep.divergences(output)
-        inside = keep.vocabulary.t2d[keep.target_argmax(output.teacher_hidden)]
+        kl = keep.divergences(output).values["kl"]
+        inside = keep.vocabulary.t2d[keep.target_argmax(output)]
         assert 0 < int((inside & output.supervised).sum()) < int(output.supervised.sum())
         weights = keep.decays * output.supervised
         losses = [drafter.loss(output, batch) for drafter in (keep, mask)]
-    assert float(losses[0].numerator) == pytest.approx(float((weights * found.kl).sum()), rel=1e-5)
-    assert float(losses[1].numerator) == pytest.approx(float((weights * inside * found.kl).sum()), rel=1e-5)
+    assert float(losses[0].numerator) == pytest.approx(float((weights * kl).sum()), rel=1e-5)
+    assert float(losses[1].numerator) == pytest.approx(float((weights * inside * kl).sum()), rel=1e-5)
     assert losses[0].denominator == losses[1].denominator

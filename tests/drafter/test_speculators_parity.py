@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dspark_lab.drafter.base import Drafter, DraftOutput
 from dspark_lab.drafter.block import BlockDrafter
+from dspark_lab.drafter.divergences import TERMS
 from dspark_lab.drafter.eagle3 import Eagle3
-from dspark_lab.drafter.losses import TERMS
 
 try:
     with (
