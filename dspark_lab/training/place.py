@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 GROUP_FOLDER = "DSPARK_LAB_GROUP_FOLDER"
 """Set for the ranks that a pipeline process starts: where their logs and outcome go. That process holds the run's lock."""
@@ -40,7 +38,8 @@ class Place:
             names = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS"
         else:
             return cls(0, 0, 1, None)
-        return cls(*(int(environment[name]) for name in names), Path(folder) if folder else None)
+        rank, local_rank, num_ranks = (int(environment[name]) for name in names)
+        return cls(rank, local_rank, num_ranks, Path(folder) if folder else None)
 
     @property
     def leads(self) -> bool:

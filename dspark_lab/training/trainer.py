@@ -2,7 +2,7 @@
 
 from inspect import signature
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -96,7 +96,7 @@ def choose_strategy(strategy: Literal["auto", "ddp", "fsdp"], *, num_ranks: int)
         )
     # Buffers are constants: none needs to be broadcast before every forward pass.
     renamed = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters  # in torch 2.13
-    buffers = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
     return DDPStrategy(gradient_as_bucket_view=True, **buffers)
 
 
