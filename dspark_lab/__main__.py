@@ -25,10 +25,11 @@ def config_folder() -> Path:
 def hydra_main(config: DictConfig) -> float | None:
     # Imported late: --help and a misspelt key should answer at once.
     from dspark_lab.pipeline import run
+    from dspark_lab.training.launch import RankError
 
     try:
         return run(config)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, RankError) as error:
         # A user's mistake or a missing part: its message says all; a stack trace would bury it.
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise

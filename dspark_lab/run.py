@@ -15,9 +15,17 @@ from dspark_lab.records import content_hash
 NOT_IDENTITY = frozenset(
     {"stages", "about", "expect", "run", "home", "store", "logger", "report", "evaluate", "benchmark"}
 )
-NOT_IDENTITY_OF_TRAINER = frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"})
-NOT_IDENTITY_OF_ENGINE = frozenset({"home"})
-NOT_IDENTITY_OF_CALLBACKS = frozenset({"replay", "decode", "early_stop"})
+NOT_IDENTITY_WITHIN = {
+    "trainer": frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"}),
+    "engine": frozenset({"home"}),
+    "data": frozenset({"num_workers", "prefetch_factor"}),
+    "callbacks": frozenset({"replay", "decode", "early_stop"}),
+}
+# These count only by their product, the rows of an optimizer step: a run may go on with another number of ranks.
+ROWS_OF_A_STEP = {
+    "trainer": frozenset({"strategy", "devices", "num_nodes", "accumulate"}),
+    "data": frozenset({"rows_per_batch"}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +45,28 @@ class Run:
         return self.directory / "traces.jsonl"
 
 
-def identity(config: Mapping[str, Any]) -> dict[str, Any]:
+def identity(config: Mapping[str, Any], *, num_ranks: int) -> dict[str, Any]:
     """The part of a resolved config that changes results."""
     kept = {key: value for key, value in config.items() if key not in NOT_IDENTITY}
-    kept["trainer"] = {k: v for k, v in config["trainer"].items() if k not in NOT_IDENTITY_OF_TRAINER}
-    kept["engine"] = {k: v for k, v in config["engine"].items() if k not in NOT_IDENTITY_OF_ENGINE}
-    watching = {name: node for name, node in config["callbacks"].items() if node is not None}
-    kept["callbacks"] = {k: v for k, v in watching.items() if k not in NOT_IDENTITY_OF_CALLBACKS}
+    for group, names in NOT_IDENTITY_WITHIN.items():
+        left_out = names | ROWS_OF_A_STEP.get(group, frozenset())
+        kept[group] = {key: value for key, value in config[group].items() if key not in left_out}
+    kept["callbacks"] = {name: node for name, node in kept["callbacks"].items() if node is not None}
+    kept["rows_per_step"] = config["data"]["rows_per_batch"] * config["trainer"]["accumulate"] * num_ranks
     return kept
 
 
-def name_run(config: Mapping[str, Any], *, experiment: str | None, drafter: str) -> tuple[str, str]:
+def name_run(config: Mapping[str, Any], *, experiment: str | None, drafter: str, num_ranks: int = 1) -> tuple[str, str]:
     """(name, hash): <experiment>-<drafter>-<hash of the identity>."""
-    digest = content_hash(identity(config), 8)
+    digest = content_hash(identity(config, num_ranks=num_ranks), 8)
     return f"{experiment or 'run'}-{drafter}-{digest}", digest
 
 
 @contextmanager
-def open_run(root: Path, *, name: str, config_hash: str, fresh: bool) -> Iterator[Run]:
+def open_run(root: Path, *, name: str, config_hash: str, fresh: bool, lock: bool = True) -> Iterator[Run]:
     """The run's folder, made if need be and locked while in use. ``fresh`` sets an existing one aside.
+
+    ``lock=False`` is for the processes of a training group whose first one holds the lock.
 
     Raises:
         ValueError: another process is in this run.
@@ -65,14 +76,17 @@ def open_run(root: Path, *, name: str, config_hash: str, fresh: bool) -> Iterato
         aside = directory.with_name(f"{name}.until-{datetime.now(UTC):%Y%m%dT%H%M%S}")
         directory.rename(aside)
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as lock:
+    if not lock:
+        yield Run(name, directory, config_hash)
+        return
+    with (directory / ".lock").open("w") as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
                 f"run {name!r} is in use by another process ({directory / '.lock'}): wait for it, or give this one "
                 "another run.name"
             ) from None
-        lock.write(str(os.getpid()))
-        lock.flush()
+        held.write(str(os.getpid()))
+        held.flush()
         yield Run(name, directory, config_hash)

@@ -6,6 +6,8 @@ import pytest
 
 from dspark_lab.run import name_run, open_run
 
+TRAINER = {"max_steps": 10, "gradient_clip": 1.0, "accumulate": 1, "devices": 1, "num_nodes": 1, "strategy": "auto"}
+DATA = {"row_tokens": 64, "rows_per_batch": 4, "num_workers": 1}
 CONFIG = {
     "seed": 1,
     "stages": ["train"],
@@ -13,15 +15,16 @@ CONFIG = {
     "run": {"root": "runs"},
     "logger": {"_target_": "x"},
     "store": {"reserve_bytes": 1},
-    "trainer": {"max_steps": 10, "gradient_clip": 1.0},
+    "trainer": TRAINER,
+    "data": DATA,
     "engine": {"model": "m", "home": "a"},
     "drafter": {"num_layers": 2},
     "callbacks": {"replay": {"num_conversations": 6}, "spike_guard": {"window": 50}},
 }
 
 
-def named(**changes: object) -> str:
-    return name_run({**CONFIG, **changes}, experiment="smoke", drafter="dspark")[0]
+def named(*, num_ranks: int = 1, **changes: object) -> str:
+    return name_run({**CONFIG, **changes}, experiment="smoke", drafter="dspark", num_ranks=num_ranks)[0]
 
 
 def test_what_cannot_change_results_is_not_identity() -> None:
@@ -32,7 +35,8 @@ def test_what_cannot_change_results_is_not_identity() -> None:
         run={"root": "elsewhere", "fresh": True},
         logger={"_target_": "y"},
         store={"reserve_bytes": 2},
-        trainer={"max_steps": 99, "gradient_clip": 1.0},
+        trainer={**TRAINER, "max_steps": 99},
+        data={**DATA, "num_workers": 3},
         engine={"model": "m", "home": "b"},
         callbacks={"replay": None, "spike_guard": {"window": 50}, "early_stop": {"patience": 3}, "ema": None},
     )
@@ -43,7 +47,9 @@ def test_what_cannot_change_results_is_not_identity() -> None:
     [
         {"seed": 2},
         {"drafter": {"num_layers": 3}},
-        {"trainer": {"max_steps": 10, "gradient_clip": 0.5}},
+        {"trainer": {**TRAINER, "gradient_clip": 0.5}},
+        {"trainer": {**TRAINER, "accumulate": 2}},
+        {"data": {**DATA, "rows_per_batch": 2}},
         {"engine": {"model": "other", "home": "a"}},
         {"callbacks": {"replay": None, "spike_guard": {"window": 9}}},
         {"callbacks": {**CONFIG["callbacks"], "ema": {"decay": 0.9}}},
@@ -51,6 +57,21 @@ def test_what_cannot_change_results_is_not_identity() -> None:
 )
 def test_what_changes_results_is_identity(change: dict) -> None:
     assert named(**change) != named()
+
+
+def test_the_rows_of_a_step_are_identity_and_not_how_ranks_share_them() -> None:
+    two_ranks = {"trainer": {**TRAINER, "devices": 2, "strategy": "ddp"}, "data": {**DATA, "rows_per_batch": 2}}
+    assert named() == named(num_ranks=2, **two_ranks)
+    assert named() == named(trainer={**TRAINER, "accumulate": 2}, data={**DATA, "rows_per_batch": 2})
+    assert named() != named(num_ranks=2, trainer={**TRAINER, "devices": 2})
+
+
+def test_a_rank_opens_the_run_that_its_parent_holds(tmp_path: Path) -> None:
+    with open_run(tmp_path, name="r", config_hash="h", fresh=False) as held:
+        with open_run(tmp_path, name="r", config_hash="h", fresh=False, lock=False) as run:
+            assert run == held
+        with pytest.raises(ValueError, match="in use"), open_run(tmp_path, name="r", config_hash="h", fresh=False):
+            pass
 
 
 def test_fresh_sets_the_old_folder_aside(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dspark_lab.data.packing import PackingCounts, Row, SampleOutline, collate, plan_rows, rank_rows, select_samples
 from dspark_lab.records import Batch, TargetSample, content_hash
+from dspark_lab.signals import heed_only_parent
 from dspark_lab.store.protocol import HiddenStateStore
 from dspark_lab.validation import checked
 
@@ -22,8 +23,8 @@ class HiddenStateDataModule(L.LightningDataModule):
     """Batches of packed rows from a store, in an order that only (``seed``, epoch) decide.
 
     ``rows_per_batch`` counts the rows of one rank's step. Every epoch packs anew into the same number of rows;
-    validation keeps the packing and order of epoch 0. A Lightning checkpoint records how many batches were handed out:
-    a resumed run goes on with the next row, whatever ``num_workers``. Build the Trainer with
+    validation keeps the packing and order of epoch 0. A Lightning checkpoint records how many rows were handed out on all
+    ranks: a resumed run goes on with the next row, whatever ``num_workers`` and the number of ranks. Build the Trainer with
     ``use_distributed_sampler=False``: ranks take their own rows here. What was truncated or skipped is counted in
     ``train_counts`` and ``validation_counts``.
 
@@ -97,6 +98,7 @@ class HiddenStateDataModule(L.LightningDataModule):
             "prefetch_factor": self.prefetch_factor if self.num_workers else None,
             "persistent_workers": self.num_workers > 0,
             "pin_memory": self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+            "worker_init_fn": heed_only_parent,
             # Else every new iterator draws a seed from torch's global generator, and a resumed run draws once more.
             "generator": torch.Generator().manual_seed(self.seed),
         }
@@ -139,14 +141,13 @@ class RowSampler(Sampler[list[tuple[Row, int]]]):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What decides which rows there are and in which batch each comes."""
-        return {
-            "samples": content_hash(sorted(self.lengths)),
-            "row_tokens": self.row_tokens,
-            "rows_per_batch": self.rows_per_batch,
-            "seed": self.seed,
-            "world_size": self.world_size,
-        }
+        """What decides which rows there are and in which order they come, whatever the number of ranks."""
+        return {"samples": content_hash(sorted(self.lengths)), "row_tokens": self.row_tokens, "seed": self.seed}
+
+    @property
+    def rows_per_step(self) -> int:
+        """Of one batch of each rank."""
+        return self.rows_per_batch * self.world_size
 
     def __len__(self) -> int:
         return len(self._batches())
@@ -215,10 +216,16 @@ class ResumableLoader(DataLoader[RowSamples]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.rows.epoch, "num_batches": self.num_handed_out, "plan": self.rows.identity}
+        return {
+            "epoch": self.rows.epoch,
+            "num_rows": self.num_handed_out
+            * self.rows.rows_per_step,  # on all ranks; the epoch's last step is filled up
+            "rows_per_step": self.rows.rows_per_step,
+            "plan": self.rows.identity,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when the checkpoint's rows are not these rows."""
+        """Raises ValueError when the checkpoint's rows are not these rows, or its place is within a step of this run."""
         differences = [
             f"{name}: checkpoint {state['plan'].get(name)!r}, this run {value!r}"
             for name, value in self.rows.identity.items()
@@ -229,7 +236,13 @@ class ResumableLoader(DataLoader[RowSamples]):
                 "the checkpoint was trained on other rows, so its place in the epoch means nothing here "
                 f"({'; '.join(differences)}); give it the same settings and data, or start a fresh run"
             )
-        epoch, num_batches = state["epoch"], state["num_batches"]
+        if state["rows_per_step"] != self.rows.rows_per_step:
+            raise ValueError(
+                f"the checkpoint was trained on {state['rows_per_step']} rows a batch of all ranks, this run takes "
+                f"data.rows_per_batch={self.rows.rows_per_batch} x {self.rows.world_size} ranks = "
+                f"{self.rows.rows_per_step}: set data.rows_per_batch so that the product is the same"
+            )
+        epoch, num_batches = state["epoch"], state["num_rows"] // self.rows.rows_per_step
         if num_batches == len(self.rows):
             epoch, num_batches = epoch + 1, 0
         self.rows.epoch, self.rows.start = epoch, num_batches

@@ -13,6 +13,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
@@ -26,8 +27,10 @@ from dspark_lab.drafter.objective import Loss, normalisation
 from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
 from dspark_lab.records import Batch, Proposal, Sampling, TargetSpec
 from dspark_lab.target.protocol import TargetHead
+from dspark_lab.training.collectives import sum_over_ranks
 from dspark_lab.training.lr_schedules import LrSchedule
 from dspark_lab.training.optimizers import OptimizerRecipe
+from dspark_lab.training.sharding import shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,9 @@ class DraftOutput:
 
     def with_hidden(self, hidden: Tensor) -> "DraftOutput":
         return replace(self, hidden=hidden)
+
+
+torch.export.register_dataclass(DraftOutput)  # a pytree: FSDP2 looks into what forward returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +231,7 @@ class Drafter(L.LightningModule):
 
         Lightning has divided by the accumulated batches and DDP by the ranks. One small vector is all that is reduced.
         """
-        sums = self.trainer.strategy.reduce(torch.stack(self.window).sum(0), reduce_op="sum")
+        sums = sum_over_ranks(torch.stack(self.window).sum(0))
         self.window.clear()
         denominator = sums[0].clamp(min=1e-6)
         scale = self.trainer.world_size * self.trainer.accumulate_grad_batches / denominator
@@ -275,6 +281,11 @@ class Drafter(L.LightningModule):
             drafted = self.vocabulary.to_target(self.head(chunk.hidden, chunk.previous_token_ids).argmax(-1))
             agreed.append(drafted == self.target_argmax(chunk))
         return torch.cat(agreed)
+
+    def configure_model(self) -> None:
+        """Lightning hands over a device mesh where the strategy shards (``trainer=fsdp``)."""
+        if self.device_mesh is not None and not isinstance(self, FSDPModule):
+            shard(self, self.device_mesh["data_parallel"])
 
     def configure_optimizers(self):
         optimizer = self.recipe.optimizer.build(self)

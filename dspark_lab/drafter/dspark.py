@@ -103,7 +103,7 @@ class DSpark(BlockDrafter):
         """[..., H] and [...] -> [...]: logit of the probability that a slot is accepted given its prefix."""
         assert self.confidence_head is not None
         if self.markov_head is not None:
-            hidden = torch.cat([hidden, self.markov_head.markov_w1(previous_token_ids)], dim=-1)
+            hidden = torch.cat([hidden, self.markov_head.embed(previous_token_ids)], dim=-1)
         return self.confidence_head(hidden)
 
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -21,8 +22,7 @@ class MarkovHead(nn.Module):
     ) -> None:
         super().__init__()
         self.kind, self.rank = kind, rank
-        # Sparse: a chunk of the loss touches few rows, and ``walk_chunks`` adds them up to one dense gradient.
-        self.markov_w1 = nn.Embedding(vocab_size, rank, sparse=True)
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
         if kind == "gated":
             self.gate_proj = nn.Linear(hidden_size + rank, rank)
@@ -36,9 +36,15 @@ class MarkovHead(nn.Module):
         biased = torch.addmm(logits.flatten(0, -2), features.flatten(0, -2), self.markov_w2.weight.T)
         return biased.view(logits.shape)
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """W1[x]: [...] target ids -> [..., r]."""
+        # Sparse: a chunk of the loss touches few rows, and ``walk_chunks`` adds them up to one dense gradient. Not a flag
+        # of the module: DDP would believe it and wait for a sparse one.
+        return F.embedding(token_ids, self.markov_w1.weight, sparse=True)
+
     def features(self, previous_token_ids: Tensor, hidden: Tensor) -> Tensor:
         """f of whole blocks: [..., S, r]."""
-        embedded = self.markov_w1(previous_token_ids)
+        embedded = self.embed(previous_token_ids)
         if self.kind != "rnn":
             return self._first_order(embedded, hidden)
         outputs, state = [], None
@@ -49,7 +55,7 @@ class MarkovHead(nn.Module):
 
     def step(self, previous_token_id: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """One slot of a block: [] and [H] -> bias [V_d] and the recurrence's state, None before the first slot."""
-        embedded = self.markov_w1(previous_token_id)
+        embedded = self.embed(previous_token_id)
         if self.kind != "rnn":
             return self.markov_w2(self._first_order(embedded, hidden)), None
         output, state = self._recur(embedded, hidden, state)

@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning as L
+import torch
 import transformers
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.stages import STAGES, compare
 from dspark_lab.progress import console
 from dspark_lab.report.results import RunInfo, StageRecord, update_results
 from dspark_lab.run import name_run, open_run
+from dspark_lab.signals import die_with_parent, handled, leave
+from dspark_lab.training.place import Place
 
 
 def run(config: DictConfig) -> float | None:
@@ -33,11 +37,21 @@ def run(config: DictConfig) -> float | None:
         return None
     resolved = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     choices = {str(group): str(choice) for group, choice in HydraConfig.get().runtime.choices.items()}
-    name, config_hash = name_run(resolved, experiment=choices.get("experiment"), drafter=choices["drafter"])
+    name, config_hash = name_run(
+        resolved, experiment=choices.get("experiment"), drafter=choices["drafter"], num_ranks=count_ranks(config)
+    )
+    place = settle(stages, config)
     L.seed_everything(config.seed, workers=True, verbose=False)
-    with open_run(
-        Path(config.run.root), name=config.run.name or name, config_hash=config_hash, fresh=config.run.fresh
-    ) as opened:
+    with (
+        handled(leave),
+        open_run(
+            Path(config.run.root),
+            name=config.run.name or name,
+            config_hash=config_hash,
+            fresh=config.run.fresh,
+            lock=place.leads,
+        ) as opened,
+    ):
         info = RunInfo(
             name=opened.name,
             choices={group: choice for group, choice in choices.items() if not group.startswith("hydra/")},
@@ -46,8 +60,28 @@ def run(config: DictConfig) -> float | None:
             command=shlex.join(["python", "-m", "dspark_lab", *HydraConfig.get().overrides.task]),
             seed=config.seed,
         )
-        with closing(Parts(config, opened, info)) as parts:
-            return carry_out(stages, parts)
+        with closing(Parts(config, opened, info, place)) as parts:
+            return carry_out(stages, parts) if place.leads else take_part(parts, STAGES["train"])
+
+
+def settle(stages: Sequence[str], config: DictConfig) -> Place:
+    """Find this process's place in a training group, and be silent in all but the first.
+
+    Raises:
+        ValueError: a group is asked for what only one process may do.
+    """
+    place = Place.of()
+    if place.num_ranks > 1 and (stages != ["train"] or config.run.fresh):
+        raise ValueError(
+            f"this process is rank {place.rank} of {place.num_ranks}; a group only does stages=train, without run.fresh "
+            f"(here: stages={list(stages)}, run.fresh={config.run.fresh}): do the rest in one process"
+        )
+    if place.group_folder is not None:
+        die_with_parent()
+    if place.num_ranks > 1 and torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank)  # else every rank would first put the target's matrices on GPU 0
+    console.quiet = place.rank > 0
+    return place
 
 
 def carry_out(stages: Sequence[str], parts: Parts) -> float | None:
@@ -83,7 +117,9 @@ def requested_stages(stages: Any) -> list[str]:
 
 def quieten() -> None:
     """Advertisements, second progress bars and known noise of the libraries; their warnings stay."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # Lightning 2.6 on torch 2.13
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # never written into
     warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty")  # a resumed run

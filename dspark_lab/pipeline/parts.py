@@ -1,5 +1,6 @@
 """The objects of one run, each built from the config when a stage first needs it."""
 
+import gc
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -24,13 +25,14 @@ from dspark_lab.run import Run
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
 from dspark_lab.target.chat import tokenize_maskable
 from dspark_lab.target.huggingface import HuggingFaceTarget
+from dspark_lab.training.place import Place
 
 
 class Parts:
     """What the stages of one run share. Building it checks data, benchmark and evaluation; nothing heavy is loaded."""
 
-    def __init__(self, config: DictConfig, run: Run, info: RunInfo) -> None:
-        self.config, self.run, self.info = config, run, info
+    def __init__(self, config: DictConfig, run: Run, info: RunInfo, place: Place) -> None:
+        self.config, self.run, self.info, self.place = config, run, info, place
         self.home = Path(config.home).expanduser()
         self.corpus: Corpus = build(config, "data")
         self.benchmark: Benchmark = build(config, "benchmark")
@@ -40,6 +42,13 @@ class Parts:
         """Publish what the store still buffers."""
         if "store" in self.__dict__:
             self.store.close()
+
+    def release(self) -> None:
+        """Free the memory of target and drafter, for processes that need the same GPUs. A later stage builds them anew."""
+        for name in ("target", "drafter"):
+            self.__dict__.pop(name, None)
+        gc.collect()
+        torch.cuda.empty_cache()
 
     @cached_property
     def target(self) -> HuggingFaceTarget:

@@ -24,6 +24,7 @@ from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode, prompt_o
 from dspark_lab.evaluation.replay import evaluate_replay
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.callbacks import build_callbacks
+from dspark_lab.pipeline.distributed import Outcome, must_launch, train_as_group
 from dspark_lab.pipeline.parts import Parts, packaged
 from dspark_lab.progress import console, track
 from dspark_lab.records import Conversation, Metric, Sampling, Trace
@@ -33,10 +34,9 @@ from dspark_lab.report.metrics_log import read_metrics
 from dspark_lab.report.vocabulary import metric
 from dspark_lab.run import Run
 from dspark_lab.training.accounting import Accounting, StepProgress
+from dspark_lab.training.checkpoints import NEWEST_FIRST, checkpoint_step, first_whole
 from dspark_lab.training.guards import SpikeGuard, StopOnNonFiniteLoss
 from dspark_lab.training.loggers import finish_wandb
-
-Outcome = tuple[dict[str, Any], list[Metric]]
 
 
 def regenerate(parts: Parts) -> Outcome:
@@ -115,7 +115,9 @@ def capture(parts: Parts) -> Outcome:
 
 
 def train(parts: Parts) -> Outcome:
-    """Fit the drafter; a checkpoint of an earlier try is gone on from."""
+    """Fit the drafter, as a group of processes where ``trainer`` asks for several ranks; a checkpoint is gone on from."""
+    if must_launch(parts):
+        return train_as_group(parts)
     data = parts.datamodule
     drafter = parts.drafter
     accounting = Accounting()
@@ -138,9 +140,10 @@ def train(parts: Parts) -> Outcome:
         loggers=loggers,
         callbacks=watchers,
         monitor=monitor,
+        seed=parts.config.seed,
     )
-    last = parts.run.checkpoints / "last.ckpt"
-    if last.exists():
+    last = _whole_checkpoint(parts, NEWEST_FIRST)
+    if last is not None:
         console.print(f"train: going on from step {checkpoint_step(last)} of {trainer.max_steps} ({last})")
     for logger in loggers:
         logger.log_hyperparams(parts.info.config)
@@ -151,7 +154,7 @@ def train(parts: Parts) -> Outcome:
     )
     failed = True
     try:
-        trainer.fit(drafter, datamodule=data, ckpt_path=last if last.exists() else None, weights_only=True)
+        trainer.fit(drafter, datamodule=data, ckpt_path=last, weights_only=True)
         failed = False
     finally:
         finish_wandb(failed=failed)
@@ -259,10 +262,6 @@ def training_time_s(run_dir: Path) -> float:
     return max((line["time_s"] for line in read_metrics(run_dir)), default=0.0)
 
 
-def checkpoint_step(path: Path) -> int:
-    return int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])
-
-
 def loop_metrics(decoded: DecodeResult, setting: Mapping[str, Any]) -> list[Metric]:
     """Speed and text equality of real decoding."""
     found = []
@@ -292,14 +291,21 @@ def save_traces(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:
 
 def _trained(parts: Parts) -> tuple[Drafter, str]:
     """The drafter with the weights of the checkpoint to evaluate, and which one that is."""
-    names = [parts.evaluation.checkpoint, "last"]
-    found = [name for name in names if (parts.run.checkpoints / f"{name}.ckpt").exists()]
-    if not found:
+    path = _whole_checkpoint(parts, [f"{parts.evaluation.checkpoint}.ckpt", *NEWEST_FIRST])
+    if path is None:
         raise ValueError(f"{parts.run.checkpoints} holds no checkpoint: add train to stages")
-    path = parts.run.checkpoints / f"{found[0]}.ckpt"
     parts.drafter.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return parts.drafter.to(device).eval(), f"{found[0]}, step {checkpoint_step(path)}"
+    return parts.drafter.to(device).eval(), f"{path.stem}, step {checkpoint_step(path)}"
+
+
+def _whole_checkpoint(parts: Parts, names: Sequence[str]) -> Path | None:
+    found, damaged = first_whole(parts.run.checkpoints, names)
+    for path in damaged:
+        console.print(f"{path} is damaged (torn by a kill, or a fault of the disk) and is passed over")
+    if damaged and found is None:
+        raise ValueError(f"{parts.run.checkpoints}: no checkpoint is whole; start anew with run.fresh=true")
+    return found
 
 
 def _answer(parts: Parts, missing: Sequence[Assignment]) -> list[Metric]:

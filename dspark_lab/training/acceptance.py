@@ -45,7 +45,9 @@ class ReplayAcceptance(Callback):
             eos_token_ids=pl_module.target.eos_token_ids,
             seed=self.seed,
         )
-        pl_module.log("val/acceptance_length", acceptance_length(result.traces), prog_bar=True, batch_size=1)
+        pl_module.log(
+            "val/acceptance_length", acceptance_length(result.traces), prog_bar=True, batch_size=1, sync_dist=True
+        )
 
 
 class DecodeAcceptance(Callback):
@@ -89,7 +91,7 @@ class DecodeAcceptance(Callback):
             num_draft_tokens=pl_module.num_draft_tokens,
             seed=self.seed,
         )
-        pl_module.log("val/decode_acceptance_length", acceptance_length(result.traces), batch_size=1)
+        pl_module.log("val/decode_acceptance_length", acceptance_length(result.traces), batch_size=1, sync_dist=True)
 
 
 class EarlyStop(EarlyStopping):

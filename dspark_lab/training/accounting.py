@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from dspark_lab.progress import bar
 from dspark_lab.records import Batch
+from dspark_lab.training.collectives import sum_over_ranks
 from dspark_lab.training.flops import FlopCount, measure_peak_flops
 
 COUNTED_BATCHES = 4
@@ -109,7 +110,7 @@ class Accounting(Callback):
             self.counted_batches += 1
         self._count, self._warm = None, True
         num_tokens = torch.tensor(batch.num_tokens, device=pl_module.device)
-        tokens = int(trainer.strategy.reduce(num_tokens, reduce_op="sum"))
+        tokens = int(sum_over_ranks(num_tokens))
         now = time.monotonic()
         time_s, self._since = now - self._since, now
         self.totals += Totals(tokens, rows, time_s, self._wait_s, time_s * self.peak_flops)

@@ -1,14 +1,19 @@
 """Lightning's Trainer with the few choices that this project makes for everybody."""
 
-from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from torch.nn.parallel import DistributedDataParallel
 
 from dspark_lab.target.precision import has_bfloat16, resolve_device
+from dspark_lab.training.checkpoints import LAST, CheckpointFiles, SaveOnSignal, model_checkpoints
+from dspark_lab.training.exactness import KeyedRandomness, OptimizerKeys, Surroundings
+from dspark_lab.training.place import cluster_environment, num_devices
 from dspark_lab.validation import checked
 
 Precision = Literal["auto", "bf16-mixed", "32-true"]
@@ -23,29 +28,42 @@ def build_trainer(
     loggers: list[Logger],
     callbacks: list[Callback],
     monitor: str,
+    seed: int,
     max_steps: int,
     val_every_steps: int,
     checkpoint_every_steps: int,
     precision: Precision,
     accelerator: str,
-    devices: int,
+    strategy: Literal["auto", "ddp", "fsdp"],
+    devices: int | Literal["auto"],
+    num_nodes: int,
     gradient_clip: float,
     accumulate: int,
     log_every_steps: int,
 ) -> L.Trainer:
     """A Trainer that counts in optimizer steps, validates every ``val_every_steps`` of them and draws its own batches.
 
-    Weights are fp32; ``precision`` auto computes in bf16 where the hardware multiplies it.
+    Weights are fp32; ``precision`` auto computes in bf16 where the hardware multiplies it. ``seed`` keys whatever
+    training draws. With more than one rank this process must be one of a group (``launch``, torchrun, srun).
     """
     if max_steps < 1 or val_every_steps < 1 or checkpoint_every_steps < 1 or accumulate < 1:
         raise ValueError(
             f"max_steps={max_steps}, val_every_steps={val_every_steps}, accumulate={accumulate} and "
             f"checkpoint_every_steps={checkpoint_every_steps} must all be at least 1"
         )
+    checkpoints = run_dir / CHECKPOINT_FOLDER
+    ranks_of_node = num_devices(devices, accelerator)
     return L.Trainer(
         default_root_dir=run_dir,
         logger=loggers,
-        callbacks=[*callbacks, *checkpoints(run_dir, monitor, every_steps=checkpoint_every_steps)],
+        callbacks=[
+            KeyedRandomness(seed),
+            Surroundings(),
+            OptimizerKeys(),
+            *callbacks,
+            SaveOnSignal(checkpoints / LAST),  # after all that count a step; Lightning puts checkpoints last
+            *model_checkpoints(checkpoints, monitor, every_steps=checkpoint_every_steps),
+        ],
         max_steps=max_steps,
         max_epochs=-1,
         check_val_every_n_epoch=None,
@@ -53,7 +71,10 @@ def build_trainer(
         num_sanity_val_steps=0,
         precision=resolve_precision(precision),
         accelerator=accelerator,
-        devices=devices,
+        strategy=choose_strategy(strategy, num_ranks=ranks_of_node * num_nodes),
+        devices=ranks_of_node,
+        num_nodes=num_nodes,
+        plugins=[cluster_environment(), CheckpointFiles()],
         gradient_clip_val=gradient_clip or None,
         accumulate_grad_batches=accumulate,
         log_every_n_steps=log_every_steps,
@@ -63,28 +84,20 @@ def build_trainer(
     )
 
 
-def checkpoints(run_dir: Path, monitor: str, *, every_steps: int) -> Sequence[ModelCheckpoint]:
-    """``last.ckpt`` every few steps, to resume from; ``best.ckpt`` by the acceptance in ``monitor``, to evaluate."""
-    folder = run_dir / CHECKPOINT_FOLDER
-    return [
-        ModelCheckpoint(
-            dirpath=folder,
-            filename="step",
-            save_top_k=0,
-            save_last=True,
-            every_n_train_steps=every_steps,
-            enable_version_counter=False,
-        ),
-        ModelCheckpoint(
-            dirpath=folder,
-            filename="best",
-            monitor=monitor,
-            mode="max",
-            save_top_k=1,
-            save_weights_only=True,
-            enable_version_counter=False,
-        ),
-    ]
+def choose_strategy(strategy: Literal["auto", "ddp", "fsdp"], *, num_ranks: int) -> Strategy | Literal["auto"]:
+    """Raises ValueError for a strategy that has nothing to do."""
+    if num_ranks == 1:
+        if strategy != "auto":
+            raise ValueError(f"strategy={strategy!r} needs several ranks: raise devices or num_nodes, or use auto")
+        return "auto"
+    if strategy == "fsdp":
+        return ModelParallelStrategy(
+            data_parallel_size=num_ranks, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+    # Buffers are constants: none needs to be broadcast before every forward pass.
+    renamed = "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters  # in torch 2.13
+    buffers: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    return DDPStrategy(gradient_as_bucket_view=True, **buffers)
 
 
 def resolve_precision(precision: Precision) -> Literal["bf16-mixed", "32-true"]:

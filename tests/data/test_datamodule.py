@@ -1,6 +1,7 @@
 """Rows of epochs, ranks and workers, and a real Lightning run that is interrupted and resumed."""
 
 import random
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -8,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pydantic import ValidationError
 
-from dspark_lab.data.datamodule import HiddenStateDataModule
+from dspark_lab.data.datamodule import HiddenStateDataModule, ResumableLoader
 from dspark_lab.data.packing import SampleOutline
 from dspark_lab.records import Batch, TargetSample, TokenizedConversation
 from dspark_lab.store.disk import DiskStore
@@ -241,6 +242,42 @@ def test_a_resumed_run_with_other_rows_is_refused(store, samples, tmp_path):
             trainer(tmp_path, callbacks=[every_step(tmp_path)]).fit(
                 Recorder(), other, ckpt_path=tmp_path / "step=2.ckpt", weights_only=True
             )
+
+
+def test_another_number_of_ranks_takes_the_rest_of_the_rows_in_the_same_order(store, samples):
+    def loader(world_size: int, rank: int = 0) -> ResumableLoader:
+        data = module(store, samples, rows_per_batch=4 // world_size)
+        data.trainer = SimpleNamespace(  # pyright: ignore
+            global_rank=rank, world_size=world_size, strategy=SimpleNamespace(root_device=torch.device("cpu"))
+        )
+        return data.train_dataloader()
+
+    def rows_of_steps(loaders: list[ResumableLoader]) -> list[list[int]]:
+        """Without the copies that give every rank a row in the last step: they are not supervised."""
+        steps = zip(*(list(loader) for loader in loaders), strict=True)
+        return [
+            sorted(
+                row for batch in step for row, mask in zip(batch.row_ids, batch.loss_mask, strict=True) if mask.any()
+            )
+            for step in steps
+        ]
+
+    whole = rows_of_steps([loader(1)])
+    assert rows_of_steps([loader(2, rank) for rank in range(2)]) == whole
+    begun = loader(1)
+    batches = iter(begun)
+    for _ in range(2):
+        next(batches)
+    others = [loader(4, rank) for rank in range(4)]
+    for other in others:
+        other.load_state_dict(begun.state_dict())
+    assert rows_of_steps(others) == whole[2:]
+
+
+def test_other_rows_per_batch_are_refused_with_the_mend(store, samples):
+    state = module(store, samples, rows_per_batch=2).train_dataloader().state_dict()
+    with pytest.raises(ValueError, match=r"2 rows a batch of all ranks.*data\.rows_per_batch=3 x 1 ranks = 3"):
+        module(store, samples, rows_per_batch=3).train_dataloader().load_state_dict(state)
 
 
 def test_loading_does_not_draw_from_the_global_generator(store, samples):

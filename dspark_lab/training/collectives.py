@@ -1,0 +1,21 @@
+"""Small values agreed on by all ranks.
+
+Lightning's ``strategy.reduce`` is not used for what happens every step: it puts a barrier before each reduction.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """The sum of ``values`` of all ranks, on each; itself where there is one process."""
+    if dist.is_available() and dist.is_initialized():
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def any_rank(value: bool, *, device: torch.device) -> bool:
+    """Whether ``value`` is True on any rank."""
+    return bool(sum_over_ranks(torch.tensor(value, dtype=torch.int32, device=device)))
