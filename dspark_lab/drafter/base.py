@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.export import register_dataclass
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
@@ -54,14 +55,14 @@ class DraftOutput:
         return self.target_states[self.teacher]
 
     def __getitem__(self, blocks: slice) -> "DraftOutput":
-        parts = (self.hidden, self.previous_token_ids, self.labels, self.supervised, self.teacher)
-        return DraftOutput(*(part[blocks] for part in parts), self.target_states)
+        own = ("hidden", "previous_token_ids", "labels", "supervised", "teacher")
+        return replace(self, **{name: getattr(self, name)[blocks] for name in own})
 
     def with_hidden(self, hidden: Tensor) -> "DraftOutput":
         return replace(self, hidden=hidden)
 
 
-torch.export.register_dataclass(DraftOutput)  # a pytree: FSDP2 looks into what forward returns
+register_dataclass(DraftOutput)  # a pytree: FSDP2 looks into what forward returns
 
 
 @dataclass(frozen=True, slots=True)

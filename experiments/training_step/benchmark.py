@@ -201,8 +201,8 @@ def in_own_process(which: str, name: str, shape: Shape, arguments: argparse.Name
 def matmul_flops(name: str, shape: Shape) -> float:
     """FLOPs of the matrix products that a step cannot do without, attention's own left out.
 
-    Over the row: ``fc``, the context's keys and values. Over the predicting slots: the layers; draft logits forward and their
-    gradient to the states (the matrices are frozen); DSpark's W2 both ways. Target logits: once per token that predicts.
+    Over the row: ``fc``, keys and values of the context. Over the predicting slots: the layers; draft logits forward and
+    their gradient to the states (the matrices are frozen); DSpark's W2 both ways. Target logits: once per token.
     """
     drafter, batch = drafter_of(name, shape, chunk=256), batch_of(shape)
     with torch.no_grad():
@@ -223,7 +223,7 @@ def matmul_rate(precision: str) -> float:
     times = []
     for _ in range(5):
         started = time.perf_counter()
-        a @ b
+        torch.mm(a, b)
         times.append(time.perf_counter() - started)
     return 2 * 2048**3 / min(times)
 

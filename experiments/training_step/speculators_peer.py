@@ -75,8 +75,9 @@ def speculators_config(algorithm: str, num_tokens: int) -> SpeculatorsConfig:
 
 def peer_of(drafter: Drafter) -> nn.Module:
     """Their model with our weights and the target's matrices."""
-    window = drafter.window_attention  # pyright: ignore
-    common = {"draft_vocab_size": drafter.vocabulary.size}
+    assert isinstance(drafter, Eagle3 | BlockDrafter)
+    window = drafter.window_attention
+    common: dict[str, Any] = {"draft_vocab_size": drafter.vocabulary.size}
     if isinstance(drafter, Eagle3):
         model = Eagle3DraftModel(
             Eagle3SpeculatorConfig(
@@ -93,7 +94,6 @@ def peer_of(drafter: Drafter) -> nn.Module:
             )
         )
     else:
-        assert isinstance(drafter, BlockDrafter)
         common |= {
             "transformer_layer_config": layer_config(drafter, window, qwen3=True),
             "block_size": drafter.block_size,
