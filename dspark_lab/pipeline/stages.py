@@ -24,6 +24,7 @@ from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode, prompt_o
 from dspark_lab.evaluation.replay import evaluate_replay
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.callbacks import build_callbacks
+from dspark_lab.pipeline.export import write_export
 from dspark_lab.pipeline.parts import Parts, packaged
 from dspark_lab.progress import console, track
 from dspark_lab.records import Conversation, Metric, Sampling, Trace
@@ -238,6 +239,12 @@ def evaluate(parts: Parts) -> Outcome:
     return {**record, "unit": "prompts"}, metrics
 
 
+def export(parts: Parts) -> Outcome:
+    """The drafter as a folder that inference engines load."""
+    write_export(parts, *_trained(parts))
+    return {}, []
+
+
 def report(parts: Parts) -> Outcome:
     """The comparison of ``report.runs``, or this run alone."""
     compare(parts.config, parts.run)
@@ -294,12 +301,18 @@ def _trained(parts: Parts) -> tuple[Drafter, str]:
     """The drafter with the weights of the checkpoint to evaluate, and which one that is."""
     names = [parts.evaluation.checkpoint, "last"]
     found = [name for name in names if (parts.run.checkpoints / f"{name}.ckpt").exists()]
-    if not found:
-        raise ValueError(f"{parts.run.checkpoints} holds no checkpoint: add train to stages")
-    path = parts.run.checkpoints / f"{found[0]}.ckpt"
-    parts.drafter.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+    if found:
+        path = parts.run.checkpoints / f"{found[0]}.ckpt"
+        parts.drafter.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+        name = f"{found[0]}, step {checkpoint_step(path)}"
+    elif parts.imported is not None:
+        name = f"imported from {parts.imported.source}"
+    else:
+        raise ValueError(
+            f"{parts.run.checkpoints} holds no checkpoint: add train to stages, or name one with drafter.from_pretrained"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return parts.drafter.to(device).eval(), f"{found[0]}, step {checkpoint_step(path)}"
+    return parts.drafter.to(device).eval(), name
 
 
 def _answer(parts: Parts, missing: Sequence[Assignment]) -> list[Metric]:
@@ -355,6 +368,7 @@ STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
     "capture": capture,
     "train": train,
     "evaluate": evaluate,
+    "export": export,
     "report": report,
 }
 """In the order of the way through."""
