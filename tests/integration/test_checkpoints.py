@@ -50,12 +50,17 @@ def test_an_exported_drafter_comes_back_as_it_was(drafter: str, tmp_path: Path) 
     card = json.loads((imported / "export" / "run_card.json").read_text())
     assert card["imported_from"] == str(trained / "export")
 
+    # A conversion needs no answers and no states.
+    call(tmp_path, *options, source, "stages=export", "run.name=converted", f"home={tmp_path / 'empty'}")
+    converted = load_file(tmp_path / "runs" / "converted" / "export" / "model.safetensors")
+    assert all(torch.equal(ours[name], converted[name]) for name in ours)
+
     call(tmp_path, *options, source, "stages=train", "run.name=tuned", "trainer.max_steps=1")
     first = {run: read_metrics(tmp_path / "runs" / run)[0]["train/loss"] for run in ("trained", "tuned")}
     assert first["tuned"] < first["trained"]  # of the same batch
 
 
-def test_a_conversion_needs_no_data_and_what_does_not_fit_is_one_line_with_its_mend(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_target_is_one_line_without_a_stack_trace(tmp_path: Path) -> None:
     written("z-lab", tmp_path / "zlab")  # of another target
     done = call(
         tmp_path, "drafter=dflash", f"drafter.from_pretrained={tmp_path / 'zlab'}", "stages=export", check=False
