@@ -83,7 +83,7 @@ def test_every_optimizer_and_schedule_builds(group: str, option: str) -> None:
     assert build(composed(f"{group}={option}"), group) is not None
 
 
-BUILDABLE = ["data", "benchmark", "evaluate", "loss", "optimizer", "lr_schedule", "engine"]
+BUILDABLE = ["data", "benchmark", "evaluate", "export", "loss", "optimizer", "lr_schedule", "engine"]
 
 
 @pytest.mark.parametrize("experiment", [file.stem for file in sorted((config_folder() / "experiment").glob("*.yaml"))])
@@ -111,6 +111,7 @@ def test_a_misspelt_key_is_named(override: str) -> None:
         ("optimizer.lr=-1", "lr=-1"),
         ("evaluate.mode=guess", "evaluate.mode"),
         ("evaluate.top_p=2", "top_p=2"),
+        ("export.dtype=float16", "export.dtype"),
         ("lr_schedule.warmup_share=1.5", "warmup_share=1.5"),
         ("benchmark.prompts.num_prompts=some", "num_prompts"),
         ("engine.layer_ids=top", "engine.layer_ids"),
@@ -130,7 +131,7 @@ def test_stages_keep_the_order_of_the_way_through() -> None:
     assert requested_stages("evaluate") == ["evaluate"]
     assert requested_stages(["report", "train"]) == ["train", "report"]
     for wrong in ("serv", ["train", "trian"], []):
-        with pytest.raises(ValueError, match="regenerate, capture, train, evaluate, report"):
+        with pytest.raises(ValueError, match="regenerate, capture, train, evaluate, export, report"):
             requested_stages(wrong)
 
 
@@ -141,7 +142,7 @@ def test_help_lists_groups_experiments_and_stages() -> None:
     for group, option in OPTIONS:
         line = next(line for line in out.splitlines() if line.startswith(f"{group}: "))
         assert option in line
-    assert "regenerate -> capture -> train -> evaluate -> report" in out
+    assert "regenerate -> capture -> train -> evaluate -> export -> report" in out
 
 
 def test_the_config_folder_is_the_repositorys_own() -> None:

@@ -32,6 +32,7 @@ def test_what_cannot_change_results_is_not_identity() -> None:
     assert named() == named(
         stages="report",
         home="b",
+        export={"dtype": "float32"},
         run={"root": "elsewhere", "fresh": True},
         logger={"_target_": "y"},
         store={"reserve_bytes": 2},

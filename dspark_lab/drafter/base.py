@@ -109,6 +109,7 @@ class Drafter(L.LightningModule):
         self.target, self.target_head, self.vocabulary = borrowed.target, borrowed.head, borrowed.vocabulary
         lm_head = self.target_head.lm_head
         self.draft_rows = lm_head if self.vocabulary.is_full else lm_head[self.vocabulary.draft_to_target]
+        self.head_rows = self.draft_rows  # a head of its own only in an imported EAGLE-3, whose authors train it
         self.recipe = recipe
         self.head_chunk_tokens = head_chunk_tokens
         self.objective = recipe.loss.objective_of(type(self))
@@ -121,9 +122,10 @@ class Drafter(L.LightningModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Drafter":
         super()._apply(fn, recurse)
-        shared = self.draft_rows is self.target_head.lm_head
+        shared, own = self.draft_rows is self.target_head.lm_head, self.head_rows is not self.draft_rows
         self.target_head = self.target_head.map(fn)
         self.draft_rows = self.target_head.lm_head if shared else fn(self.draft_rows)
+        self.head_rows = fn(self.head_rows) if own else self.draft_rows
         self.vocabulary = self.vocabulary.to(self.draft_rows.device)
         return self
 
@@ -132,7 +134,7 @@ class Drafter(L.LightningModule):
 
     def head(self, hidden: Tensor, previous_token_ids: Tensor) -> Tensor:
         """Draft logits [..., V_d] of normed states [..., H]; the previous tokens matter only to order-aware heads."""
-        return F.linear(hidden, self.draft_rows.to(hidden.dtype))
+        return F.linear(hidden, self.head_rows.to(hidden.dtype))
 
     def loss(self, output: DraftOutput, batch: Batch) -> LossTerms:
         """The objective's terms, summed over the supervised slots chunk by chunk of whole blocks."""

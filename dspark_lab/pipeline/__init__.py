@@ -1,4 +1,4 @@
-"""The way through: prompts -> regenerate -> capture -> train -> evaluate -> report.
+"""The way through: prompts -> regenerate -> capture -> train -> evaluate -> export -> report.
 
 The only package that knows the Hydra config and builds objects from it.
 """
@@ -16,8 +16,10 @@ import lightning as L
 import torch
 import transformers
 from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.stages import STAGES, compare
@@ -86,6 +88,8 @@ def settle(stages: Sequence[str], config: DictConfig) -> Place:
 
 def carry_out(stages: Sequence[str], parts: Parts) -> float | None:
     """Stage after stage; each leaves its record and metrics in ``results.json``, a failing one its error."""
+    if "export" in stages:
+        algorithm_of(get_class(parts.config.drafter._target_))  # not after hours of training
     if parts.config.about:
         console.print(parts.config.about)
     console.print(f"[bold]{parts.run.name}[/bold]: {' -> '.join(stages)} in {parts.run.directory}")

@@ -1,6 +1,6 @@
 """From a node of the Hydra config to an object, with errors that name the config key."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hydra
@@ -9,16 +9,20 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
 
-def build(config: DictConfig, key: str, **extra: Any) -> Any:
+def build(config: DictConfig, key: str, *, without: Sequence[str] = (), **extra: Any) -> Any:
     """Instantiate the node at ``key`` (dots lead deeper). Errors name the config key.
+
+    ``without``: keys of the node that are not the constructor's but the pipeline's.
 
     Raises:
         ValueError: the constructor refused a value.
     """
     try:
-        made: Callable[..., Any] = hydra.utils.instantiate(
-            OmegaConf.select(config, key), _convert_="all", _partial_=True
-        )
+        node: Any = OmegaConf.select(config, key)
+        if without:
+            values: Any = OmegaConf.to_container(node, resolve=True)
+            node = {name: value for name, value in values.items() if name not in without}
+        made: Callable[..., Any] = hydra.utils.instantiate(node, _convert_="all", _partial_=True)
         return made(**extra)
     except ValidationError as error:
         problems = [

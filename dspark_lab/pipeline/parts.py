@@ -4,10 +4,16 @@ import gc
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
 
+from dspark_lab.checkpoint.description import algorithm_of
+from dspark_lab.checkpoint.export import Export
+from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
+from dspark_lab.checkpoint.warm_start import check_fit, load_weights
 from dspark_lab.data.answers import AnswerBook, Assignment
 from dspark_lab.data.corpus import Corpus
 from dspark_lab.data.datamodule import HiddenStateDataModule
@@ -37,6 +43,7 @@ class Parts:
         self.corpus: Corpus = build(config, "data")
         self.benchmark: Benchmark = build(config, "benchmark")
         self.evaluation: Evaluation = build(config, "evaluate")
+        self.export: Export = build(config, "export")
 
     def close(self) -> None:
         """Publish what the store still buffers."""
@@ -158,7 +165,27 @@ class Parts:
         return build(self.config, "store", root=self.home / "states" / manifest.content_hash, manifest=manifest)
 
     @cached_property
+    def imported(self) -> Checkpoint | None:
+        """The checkpoint of ``drafter.from_pretrained``, which fits config and target; None without one."""
+        node = self.config.drafter
+        source = node.get("from_pretrained")
+        if source is None:
+            return None
+        checkpoint = read_checkpoint(str(source))
+        options: Any = OmegaConf.to_container(node, resolve=True)
+        check_fit(
+            checkpoint,
+            algorithm=algorithm_of(get_class(node._target_)),
+            options=options,
+            draft_vocab_size=self.corpus.draft_vocab_size,
+            target=self.target.spec,
+        )
+        return checkpoint
+
+    @cached_property
     def vocabulary(self) -> DraftVocabulary:
+        if self.imported is not None:
+            return self.imported.vocabulary
         return build_draft_vocabulary(
             self.token_counts,
             vocab_size=self.target.spec.vocab_size,
@@ -194,9 +221,16 @@ class Parts:
             lr_schedule=build(self.config, "lr_schedule"),
             seed=self.config.seed,
         )
-        borrowed = Borrowed(self.target.spec, self.target.head(), self.vocabulary)
-        drafter = build(self.config, "drafter", borrowed=borrowed, recipe=recipe)
-        return drafter.float()
+        spec, imported = self.target.spec, self.imported
+        seen = imported.description.layers.seen_by(spec) if imported else spec
+        borrowed = Borrowed(seen, self.target.head(), self.vocabulary)
+        drafter: Drafter = build(
+            self.config, "drafter", without=("from_pretrained",), borrowed=borrowed, recipe=recipe
+        ).float()
+        if imported is not None:
+            load_weights(drafter, imported)
+            console.print(f"drafter: weights of {imported.source} ({imported.format} format)")
+        return drafter
 
 
 def packaged(name: str) -> Path:

@@ -25,6 +25,7 @@ from dspark_lab.evaluation.replay import evaluate_replay
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.callbacks import build_callbacks
 from dspark_lab.pipeline.distributed import Outcome, must_launch, train_as_group
+from dspark_lab.pipeline.export import write_export
 from dspark_lab.pipeline.parts import Parts, packaged
 from dspark_lab.progress import console, track
 from dspark_lab.records import Conversation, Metric, Sampling, Trace
@@ -241,6 +242,12 @@ def evaluate(parts: Parts) -> Outcome:
     return {**record, "unit": "prompts"}, metrics
 
 
+def export(parts: Parts) -> Outcome:
+    """The drafter as a folder that inference engines load."""
+    write_export(parts, *_trained(parts))
+    return {}, []
+
+
 def report(parts: Parts) -> Outcome:
     """The comparison of ``report.runs``, or this run alone."""
     compare(parts.config, parts.run)
@@ -292,11 +299,17 @@ def save_traces(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:
 def _trained(parts: Parts) -> tuple[Drafter, str]:
     """The drafter with the weights of the checkpoint to evaluate, and which one that is."""
     path = _whole_checkpoint(parts, [f"{parts.evaluation.checkpoint}.ckpt", *NEWEST_FIRST])
-    if path is None:
-        raise ValueError(f"{parts.run.checkpoints} holds no checkpoint: add train to stages")
-    parts.drafter.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+    if path is not None:
+        parts.drafter.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["state_dict"])
+        name = f"{path.stem}, step {checkpoint_step(path)}"
+    elif parts.imported is not None:
+        name = f"imported from {parts.imported.source}"
+    else:
+        raise ValueError(
+            f"{parts.run.checkpoints} holds no checkpoint: add train to stages, or name one with drafter.from_pretrained"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return parts.drafter.to(device).eval(), f"{path.stem}, step {checkpoint_step(path)}"
+    return parts.drafter.to(device).eval(), name
 
 
 def _whole_checkpoint(parts: Parts, names: Sequence[str]) -> Path | None:
@@ -361,6 +374,7 @@ STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
     "capture": capture,
     "train": train,
     "evaluate": evaluate,
+    "export": export,
     "report": report,
 }
 """In the order of the way through."""

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -22,6 +23,8 @@ PACKAGES = (
     "datasets",
     "vllm",
     "mooncake-transfer-engine",
+    "safetensors",
+    "speculators",
 )
 
 
@@ -61,6 +64,23 @@ def installed_versions() -> Mapping[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this package runs from, with "+changes" where files differ; None without a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        # An installed package may lie below somebody else's repository.
+        if not git("ls-files", Path(__file__).name):
+            return None
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _cpu_model() -> str:

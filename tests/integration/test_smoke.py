@@ -18,6 +18,7 @@ from dspark_lab.report.results import read_results
 
 pytestmark = pytest.mark.slow
 DRAFTERS = ("eagle3", "dflash", "dspark")
+STAGES = ("regenerate", "capture", "train", "evaluate", "export", "report")
 
 
 def command(folder: Path, *overrides: str) -> list[str]:
@@ -52,7 +53,7 @@ def test_every_drafter_is_trained_and_measured(swept: tuple[Path, str]) -> None:
     folder, _ = swept
     for drafter in DRAFTERS:
         results = read_results(run_of(folder, drafter))
-        assert [stage.name for stage in results.stages] == ["regenerate", "capture", "train", "evaluate", "report"]
+        assert [stage.name for stage in results.stages] == [*STAGES]
         assert all(stage.error is None for stage in results.stages)
         for origin in ("replayed", "measured"):
             found = [m for m in results.metrics if m.name == "acceptance_length" and m.origin == origin]

@@ -1,0 +1,62 @@
+"""What inference engines do with our checkpoints: what they cannot serve, and the line that starts one."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from dspark_lab.checkpoint.description import Algorithm, Description, describe
+from dspark_lab.drafter.base import Drafter
+
+VLLM_VERSION = "0.32"  # whose sources say the following
+
+
+def unservable(drafter: Drafter) -> list[str]:
+    """What of ``drafter`` vLLM cannot serve, one sentence each with the mend; empty: it serves all of it."""
+    found = describe(drafter)
+    return unservable_options(found.algorithm, found.options, found.layers.rope_parameters)
+
+
+def unservable_options(
+    algorithm: Algorithm, options: Mapping[str, Any], rope_parameters: Mapping[str, Any]
+) -> list[str]:
+    """The same from the config's ``drafter`` node, before anything is trained."""
+    said = []
+    if algorithm == "dspark" and options["markov"] != "vanilla":
+        said.append(
+            f"markov={options['markov'] or 'null'}: vLLM {VLLM_VERSION} computes the vanilla Markov head only; "
+            "train with drafter.markov=vanilla"
+        )
+    if algorithm == "dflash" and options["sample_from_anchor"]:
+        said.append(
+            f"DFlash with sample_from_anchor=true: vLLM {VLLM_VERSION} serves DFlash in the layout 1 + N only; train with "
+            "drafter.sample_from_anchor=false, or drafter=dspark for the anchor-first layout"
+        )
+    window = options["window"]
+    if algorithm == "dflash" and window is not None and window["causal"] and window["full_layers"]:
+        said.append(
+            f"DFlash with a causal window and full_layers={list(window['full_layers'])}: vLLM {VLLM_VERSION} has one causal "
+            "flag for all layers; train with window.causal=false or window.full_layers=[]"
+        )
+    odd = [key for key in ("partial_rotary_factor", "mrope_section") if rope_parameters.get(key) not in (None, 1.0)]
+    if odd:
+        said.append(
+            f"rope_parameters has {', '.join(odd)}: engines would rotate other dimensions than the drafter was trained with"
+        )
+    return said
+
+
+def serve_command(description: Description, *, target: str, folder: str) -> str:
+    """The shell line that serves ``target`` with the drafter in ``folder``."""
+    speculative: dict[str, Any] = {
+        "model": folder,
+        "num_speculative_tokens": description.num_draft_tokens,
+        "method": description.algorithm,
+    }
+    if description.algorithm == "dspark":
+        speculative |= {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
+    window = description.options["window"]
+    # Layers of two kinds need two groups of caches, which only the newer runner has.
+    mixed = description.algorithm == "dflash" and window is not None and window["full_layers"]
+    command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
+    return ("VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else "") + shlex.join(command)

@@ -1,0 +1,97 @@
+"""What the export stage gathers from a run: weights, config, both cards."""
+
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from dspark_lab.checkpoint.card import Provenance, model_card, target_licence
+from dspark_lab.checkpoint.description import describe
+from dspark_lab.checkpoint.engines import serve_command, unservable
+from dspark_lab.checkpoint.export import write_folder
+from dspark_lab.checkpoint.speculators import config_of, tensors_of
+from dspark_lab.drafter.base import Drafter
+from dspark_lab.pipeline.parts import Parts
+from dspark_lab.progress import console
+from dspark_lab.records import Metric, content_hash
+from dspark_lab.report.collect import Collection, RunResult
+from dspark_lab.report.provenance import git_commit
+from dspark_lab.report.results import RESULTS_FILE, Results, read_results
+from dspark_lab.report.table import markdown
+
+
+def write_export(parts: Parts, drafter: Drafter, checkpoint: str) -> None:
+    """Write ``<run>/export`` and say what an engine will not serve of it. ``checkpoint`` names the weights."""
+    description, recipe, spec = describe(drafter), parts.export, parts.target.spec
+    target_folder = parts.target.resolved.folder
+    # Loaders take missing tensors from here, so it must be where they really are.
+    verifier = spec.model if spec.fingerprint.startswith("hub-") else str(target_folder)
+    folder = parts.run.directory.resolve() / "export"
+    path = parts.run.directory / RESULTS_FILE
+    results = _at_checkpoint(read_results(parts.run.directory) if path.is_file() else Results(parts.info), checkpoint)
+    provenance = Provenance(
+        run=parts.run.name,
+        checkpoint=checkpoint,
+        command=parts.info.command,
+        config=parts.info.config,
+        target=spec,
+        target_licence=target_licence(parts.config.target.get("licence"), target_folder),
+        imported_from=parts.imported.source if parts.imported else None,
+        sources=next((stage.sources for stage in results.stages if stage.name == "capture"), []),
+        acceptance=markdown(Collection((RunResult(parts.run.directory, results),), {})),
+    )
+    warnings = unservable(drafter)
+    command = serve_command(description, target=verifier, folder=str(folder))
+    num_bytes = write_folder(
+        folder,
+        config=config_of(description, verifier=verifier, architecture=spec.architecture, dtype=recipe.dtype),
+        tensors=tensors_of(drafter, dtype=recipe.torch_dtype, include_target_tensors=recipe.include_target_tensors),
+        model_card=model_card(description, provenance, verifier=verifier, serve_command=command, warnings=warnings),
+        run_card=_run_card(parts, provenance, results.metrics, warnings),
+    )
+    console.print(f"export: {folder} ({num_bytes / 2**20:.1f} MiB, {recipe.dtype})", soft_wrap=True)
+    for warning in warnings:
+        console.print(f"[yellow]export: an engine cannot serve this: {warning}[/yellow]")
+
+
+def _at_checkpoint(results: Results, checkpoint: str) -> Results:
+    """Without what was measured with other weights."""
+    kept = [metric for metric in results.metrics if metric.setting.get("checkpoint", checkpoint) == checkpoint]
+    return replace(results, metrics=tuple(kept))
+
+
+def _run_card(parts: Parts, provenance: Provenance, metrics: tuple[Metric, ...], warnings: list[str]) -> dict[str, Any]:
+    trained = any(parts.run.checkpoints.glob("*.ckpt"))
+    keys = sorted({sample.key for sample in parts.tokenized["train"]}) if trained else []
+    spec, vocabulary = provenance.target, parts.vocabulary
+    return {
+        "run": provenance.run,
+        "checkpoint": provenance.checkpoint,
+        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": provenance.command,
+        "git_commit": git_commit(),
+        "versions": dict(parts.info.versions),
+        "machine": asdict(parts.info.machine),
+        "seed": parts.info.seed,
+        "config_hash": parts.info.config_hash,
+        "target": {
+            "name": spec.name,
+            "model": spec.model,
+            "revision": spec.revision,
+            "fingerprint": spec.fingerprint,
+            "template_hash": spec.template_hash,
+            "licence": provenance.target_licence,
+        },
+        "data": {
+            "num_samples": len(keys),
+            "content_hash": content_hash(keys) if trained else None,
+            "sources": [dict(source) for source in provenance.sources],
+        },
+        "draft_vocabulary": {
+            "size": vocabulary.size,
+            "content_hash": content_hash(vocabulary.draft_to_target.tolist()),
+        },
+        "imported_from": provenance.imported_from,
+        "not_servable": warnings,
+        "metrics": [asdict(metric) for metric in metrics],
+        "config": provenance.config,
+    }
