@@ -93,7 +93,8 @@ def drafter_of(name: str, shape: Shape, *, chunk: int) -> Drafter:
     every = max(shape.vocabulary // shape.draft_vocabulary, 1)
     ids = torch.arange(0, shape.vocabulary, every)[: shape.draft_vocabulary]
     vocabulary = DraftVocabulary.of(ids, vocab_size=shape.vocabulary)
-    return build(config, "drafter", borrowed=Borrowed(target, head, vocabulary), recipe=recipe).train()
+    borrowed = Borrowed(target, head, vocabulary)
+    return build(config, "drafter", without=("from_pretrained",), borrowed=borrowed, recipe=recipe).train()
 
 
 def samples_of(shape: Shape) -> list[TargetSample]:

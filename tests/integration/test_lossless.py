@@ -100,7 +100,8 @@ def drafter(name: str, target: HuggingFaceTarget) -> Drafter:
         small = ["drafter.num_layers=1", "drafter.intermediate_size=64", "drafter.head_chunk_tokens=64"]
         config = compose("config", [f"drafter={name}", *small])
     recipe = Recipe(*(build(config, group) for group in ("loss", "optimizer", "lr_schedule")), seed=1)
-    return build(config, "drafter", borrowed=Borrowed(target.spec, target.head(), vocabulary), recipe=recipe).eval()
+    borrowed = Borrowed(target.spec, target.head(), vocabulary)
+    return build(config, "drafter", without=("from_pretrained",), borrowed=borrowed, recipe=recipe).eval()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark"])
