@@ -28,11 +28,14 @@ from tiny_world import (
 )
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 import dspark_lab
 from dspark_lab.decoding.sampling import probabilities
 from dspark_lab.drafter.base import Drafter, DraftOutput
 from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.layers import Rotary, layer_config
 from dspark_lab.records import Batch, Sampling, TargetSample
 
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=3.0)
@@ -441,3 +444,28 @@ def test_a_refused_step_changes_no_weight(name: str, tmp_path: Path):
 def test_a_peers_normalizer_refuses_accumulation(name: str, tmp_path: Path):
     with pytest.raises(ValueError, match=r"loss\.normalizer=speculators"):
         fit(build(name, loss=loss_of("speculators")), [tiny_batch()], tmp_path, accumulate_grad_batches=2)
+
+
+def test_a_scaled_rope_is_the_targets():
+    """YaRN: frequencies and the attention factor in cos and sin, at positions beyond the original context."""
+    scaled = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    }
+    target = replace(SPEC, rope_parameters=scaled)
+    exact = Qwen3Config(
+        hidden_size=SPEC.hidden_size,
+        num_attention_heads=SPEC.num_attention_heads,
+        head_dim=SPEC.head_dim,
+        max_position_embeddings=SPEC.max_position_embeddings,
+        rope_parameters=scaled,
+    )
+    position = torch.tensor([0, 1, 1023, 4000])
+    cos, sin = Rotary(layer_config(target, num_layers=1))(position)
+    expected = Qwen3RotaryEmbedding(exact)(torch.zeros(1), position[None])
+    plain, _ = Rotary(layer_config(SPEC, num_layers=1))(position)
+    assert torch.equal(cos[:, 0], expected[0][0]) and torch.equal(sin[:, 0], expected[1][0])
+    assert float(cos[0, 0, 0]) > 1.0, "the attention factor"
+    assert not torch.allclose(cos, plain)
