@@ -22,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.parts import Parts
-from dspark_lab.pipeline.stages import STAGES, compare
+from dspark_lab.pipeline.report import compare
+from dspark_lab.pipeline.stages import STAGES
 from dspark_lab.progress import console
 from dspark_lab.report.results import RunInfo, StageRecord, update_results
 from dspark_lab.run import name_run, open_run

@@ -1,4 +1,4 @@
-"""What the export stage gathers from a run: weights, config, both cards."""
+"""Stage *export*: weights, config and both cards of the trained drafter."""
 
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -10,7 +10,9 @@ from dspark_lab.checkpoint.engines import serve_command, unservable
 from dspark_lab.checkpoint.export import write_folder
 from dspark_lab.checkpoint.speculators import config_of, tensors_of
 from dspark_lab.drafter.base import Drafter
+from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.train import trained
 from dspark_lab.progress import console
 from dspark_lab.records import Metric, content_hash
 from dspark_lab.report.collect import Collection, RunResult
@@ -19,8 +21,9 @@ from dspark_lab.report.results import RESULTS_FILE, Results, read_results
 from dspark_lab.report.table import markdown
 
 
-def write_export(parts: Parts, drafter: Drafter, checkpoint: str) -> None:
-    """Write ``<run>/export`` and say what an engine will not serve of it. ``checkpoint`` names the weights."""
+def export(parts: Parts) -> Outcome:
+    """Write ``<run>/export``, a folder that inference engines load, and say what an engine will not serve of it."""
+    drafter, checkpoint = trained(parts)
     description, recipe, spec = describe(drafter), parts.export, parts.target.spec
     target_folder = parts.target.resolved.folder
     # Loaders take missing tensors from here, so it must be where they really are.
@@ -51,6 +54,7 @@ def write_export(parts: Parts, drafter: Drafter, checkpoint: str) -> None:
     console.print(f"export: {folder} ({num_bytes / 2**20:.1f} MiB, {recipe.dtype})", soft_wrap=True)
     for warning in warnings:
         console.print(f"[yellow]export: an engine cannot serve this: {warning}[/yellow]")
+    return {}, []
 
 
 def _at_checkpoint(results: Results, checkpoint: str) -> Results:

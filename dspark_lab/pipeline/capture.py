@@ -1,0 +1,58 @@
+"""Stage *capture*: the target's states of every conversation go into the store."""
+
+import time
+from dataclasses import asdict
+
+from dspark_lab.data.mixture import source_cards
+from dspark_lab.pipeline.distributed import Outcome
+from dspark_lab.pipeline.parts import Parts
+from dspark_lab.progress import console, track
+from dspark_lab.report.vocabulary import metric
+
+
+def capture(parts: Parts) -> Outcome:
+    """The target's states of every conversation that the store does not hold yet."""
+    store, wanted = parts.store, {c.key: c for split in parts.tokenized.values() for c in split}
+    given = sum(len(split) for split in parts.tokenized.values())
+    num_split = given + len(parts.unmaskable) - sum(map(len, parts.conversations.values()))
+    there = set(store.keys())
+    missing = [conversation for key, conversation in wanted.items() if key not in there]
+    num_tokens = sum(len(conversation) for conversation in missing)
+    size = store.estimate_bytes(num_tokens, num_samples=len(missing))
+    console.print(
+        f"capture: {len(wanted) - len(missing)} of {len(wanted)} conversations are there already; "
+        f"{num_tokens} tokens, {size / 2**20:.0f} MiB to come"
+    )
+    store.ensure_room(size)
+    started = time.monotonic()
+    if missing:  # else the target's weights need not be loaded at all
+        for key, sample in track(parts.target.capture(missing), "capture", total=len(missing)):
+            store.put(key, sample)
+        store.sync()
+    supervised = sum(int(conversation.loss_mask.sum()) for conversation in wanted.values())
+    metrics = [
+        metric("num_conversations", len(wanted), origin="measured"),
+        metric("num_supervised_tokens", supervised, origin="measured"),
+        metric("stored_bytes", store.estimate_bytes(sum(map(len, wanted.values())), num_samples=len(wanted)),
+               origin="measured"),
+    ]  # fmt: skip
+    if missing:
+        speed = num_tokens / (time.monotonic() - started)
+        metrics.append(metric("capture_tokens_per_s", speed, origin="measured"))
+    dropped = {
+        "same content as another conversation": given - len(wanted),
+        "cannot be masked with this template": len(parts.unmaskable),
+    }
+    events = {"captured": len(missing), "already in the store": len(wanted) - len(missing)}
+    if num_split:
+        events["further samples of conversations split by turn"] = num_split
+    cards = source_cards(parts.corpus.train, parts.splits.train, parts.tokenized["train"])
+    for card in cards:
+        console.print(f"source {card.name}: {card.num_prompts} prompts, {card.num_tokens} tokens")
+    return {
+        "num_in": given + len(parts.unmaskable),
+        "num_out": len(wanted),
+        "dropped": {reason: count for reason, count in dropped.items() if count},
+        "events": events,
+        "sources": [asdict(card) for card in cards],
+    }, metrics

@@ -1,0 +1,96 @@
+"""Stage *evaluate*: acceptance by replay and by real decoding."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dspark_lab.evaluation.acceptance import acceptance_metrics
+from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode, prompt_only
+from dspark_lab.evaluation.replay import evaluate_replay
+from dspark_lab.pipeline.distributed import Outcome
+from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.train import trained
+from dspark_lab.progress import track
+from dspark_lab.records import Metric, Trace
+from dspark_lab.report.vocabulary import metric
+
+
+def evaluate(parts: Parts) -> Outcome:
+    """Acceptance of the trained drafter on the benchmark's prompts, by replay and by real decoding."""
+    drafter, checkpoint = trained(parts)
+    recipe = parts.evaluation
+    num_draft_tokens = recipe.num_draft_tokens or drafter.num_draft_tokens
+    prompts = parts.tokenized["evaluation"]
+    setting = {
+        "benchmark": parts.benchmark.name,
+        "temperature": recipe.sampling.temperature,
+        "top_k": recipe.sampling.top_k,
+        "top_p": recipe.sampling.top_p,
+        "max_new_tokens": recipe.sampling.max_new_tokens,
+        "num_draft_tokens": num_draft_tokens,
+        "engine": parts.info.choices["engine"],
+        "checkpoint": checkpoint,
+    }
+    metrics: list[Metric] = []
+    traces: dict[str, Sequence[Trace]] = {}
+    dropped: Mapping[str, int] = {}
+    if "replay" in recipe.modes:
+        replayed = evaluate_replay(
+            drafter,
+            parts.store.get,
+            prompts[: recipe.num_replay_prompts],
+            sampling=recipe.sampling,
+            num_draft_tokens=num_draft_tokens,
+            target_head=drafter.target_head,
+            eos_token_ids=parts.target.spec.eos_token_ids,
+            seed=recipe.seed,
+            progress=track,
+        )
+        traces["replayed"], dropped = replayed.traces, replayed.refused
+    if "decode" in recipe.modes:
+        decoded = evaluate_decode(
+            parts.target,
+            drafter,
+            [prompt_only(conversation) for conversation in prompts[: recipe.num_decode_prompts]],
+            sampling=recipe.sampling,
+            num_draft_tokens=num_draft_tokens,
+            seed=recipe.seed,
+            progress=track,
+        )
+        traces["measured"] = decoded.traces
+        metrics += loop_metrics(decoded, setting)
+    for origin, found in traces.items():
+        metrics += acceptance_metrics(found, setting=setting, origin=origin, seed=recipe.seed)
+    save_traces(parts.run.traces, traces)
+    counted = traces.get("replayed", traces.get("measured", ()))
+    record = {"num_in": len(counted) + sum(dropped.values()), "num_out": len(counted), "dropped": dropped}
+    return {**record, "unit": "prompts"}, metrics
+
+
+def loop_metrics(decoded: DecodeResult, setting: Mapping[str, Any]) -> list[Metric]:
+    """Speed and text equality of real decoding."""
+    found = []
+    if decoded.mismatch_rate is not None:
+        found.append(metric("greedy_mismatch_rate", decoded.mismatch_rate, origin="measured", setting=setting,
+                            num_samples=len(decoded.traces)))  # fmt: skip
+    if decoded.timing is not None:
+        speeds = {
+            "loop_tokens_per_s": decoded.timing.speculative_tokens_per_s,
+            "loop_plain_tokens_per_s": decoded.timing.plain_tokens_per_s,
+            "loop_speedup": decoded.timing.speedup,
+        }
+        found += [
+            metric(name, value, origin="measured", setting=setting, num_samples=len(decoded.timing.prompts))
+            for name, value in speeds.items()
+        ]
+    return found
+
+
+def save_traces(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:
+    """One JSON line a prompt and origin: every verify step at full width, for later stages."""
+    with path.open("w", encoding="utf-8") as file:
+        for origin, found in traces.items():
+            for trace in found:
+                file.write(json.dumps({"origin": origin, **asdict(trace)}) + "\n")
