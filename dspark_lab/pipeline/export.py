@@ -9,7 +9,6 @@ from dspark_lab.checkpoint.description import describe
 from dspark_lab.checkpoint.engines import serve_command, unservable
 from dspark_lab.checkpoint.export import write_folder
 from dspark_lab.checkpoint.speculators import config_of, tensors_of
-from dspark_lab.drafter.base import Drafter
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.train import trained
