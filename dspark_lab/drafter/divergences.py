@@ -273,5 +273,5 @@ def _tiles(rows: Tensor) -> list[slice]:
 
 
 def _rowdot(a: Tensor, b: Tensor) -> Tensor:
-    """sum_v a_v b_v per row, without a product in memory."""
-    return torch.bmm(a[:, None], b[..., None]).view(-1)
+    """sum_v a_v b_v per row. A batched product of vectors is several times slower on CPU."""
+    return (a * b).sum(-1)
