@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from dspark_lab.store.mooncake_admin import room
+
 LOOPBACK = "127.0.0.1"
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S = 0.1
@@ -145,6 +147,31 @@ class MooncakeMaster(Service):
     @property
     def admin_url(self) -> str:
         return f"http://{self.host}:{self.admin_port}"
+
+
+class MooncakeSegment(Service):
+    """``mooncake_client``: ``num_bytes`` of memory that hold samples for as long as it runs."""
+
+    def __init__(
+        self,
+        master: MooncakeMaster,
+        *,
+        folder: Path,
+        num_bytes: int,
+        host: str = LOOPBACK,
+        protocol: str = "tcp",
+        rdma_devices: str = "",
+        role: Role | None = None,
+        deadline_s: float = 60.0,
+    ) -> None:
+        wanted = room(master.admin_url).capacity_bytes + num_bytes
+        command = (role or Role()).command(
+            "-m", "mooncake.cli_client", f"-host={host}", f"-port={free_port(host)}", "-metadata_server=P2PHANDSHAKE",
+            f"-master_server_address={master.address}", f"-global_segment_size={num_bytes}", f"-protocol={protocol}",
+            f"-device_names={rdma_devices}", "-logtostderr",
+        )  # fmt: skip
+        super().__init__("mooncake_segment", command, folder=folder)
+        self.wait_ready(lambda: room(master.admin_url).capacity_bytes >= wanted, deadline_s=deadline_s)
 
 
 def free_port(host: str = LOOPBACK) -> int:
