@@ -36,6 +36,11 @@ class Parts:
         self.corpus: Corpus = build(config, "data")
         self.benchmark: Benchmark = build(config, "benchmark")
         self.evaluation: Evaluation = build(config, "evaluate")
+        if info.choices["store"] == "mooncake" and self.corpus.num_workers:
+            raise ValueError(
+                f"data.num_workers={self.corpus.num_workers} with store=mooncake: a forked worker cannot use Mooncake, "
+                "whose threads are gone in it. Set data.num_workers=0."
+            )
 
     def close(self) -> None:
         """Publish what the store still buffers."""

@@ -95,7 +95,7 @@ def views(payload: Tensor, num_tokens: int, manifest: Manifest) -> TargetSample:
 
 
 def digest(part: Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(part.numpy())
+    return xxhash.xxh3_64_intdigest(part.numpy().data)
 
 
 def _layout(num_tokens: int, manifest: Manifest) -> Sequence[tuple[str, tuple[int, ...], torch.dtype]]:
