@@ -33,6 +33,7 @@ class MooncakeClient:
     """
 
     def __init__(self, *, master_address: str, protocol: str, rdma_devices: str, local_hostname: str) -> None:
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read at import; a dozen lines for each client otherwise
         from mooncake.store import (  # pyright: ignore[reportMissingImports]
             MooncakeDistributedStore,
             ReplicateConfig,
