@@ -1,9 +1,11 @@
 """Asks a vLLM server for the hidden states of token ids and takes them out of Mooncake, checked and without a copy."""
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dspark_lab.records import TargetSample, TokenizedConversation
+from dspark_lab.store.mooncake_admin import object_names
 from dspark_lab.store.mooncake_client import MooncakeClient
 from dspark_lab.store.protocol import Manifest
 from dspark_lab.store.sample import require_finite
@@ -30,7 +33,11 @@ class CaptureClient:
 
     The server captures ``manifest.layer_ids`` and, last, the state before the final norm (``cluster.services.VllmServer``).
 
+    Payloads are named ``cmpl-<namespace>--<generation>--...``, and pinned until they are read; the next generation of the
+    namespace removes what a killed one has left (``remove_orphans``).
+
     Args:
+        namespace: Who owns the payloads: unique to a run, of letters, digits, ``-`` and ``_``.
         url: http://host:port of the OpenAI-compatible API.
         model: Its name there.
         concurrency: Requests under way; so many payloads wait in Mooncake at most.
@@ -38,8 +45,22 @@ class CaptureClient:
     """
 
     def __init__(
-        self, mooncake: MooncakeClient, *, url: str, model: str, manifest: Manifest, concurrency: int, timeout_s: float
+        self,
+        mooncake: MooncakeClient,
+        *,
+        namespace: str,
+        url: str,
+        model: str,
+        manifest: Manifest,
+        concurrency: int,
+        timeout_s: float,
     ) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", namespace):
+            raise ValueError(
+                f"namespace={namespace!r}: use letters, digits, - and _ alone, as vLLM's request ids allow."
+            )
+        self.namespace = namespace
+        self.generation = uuid.uuid4().hex
         self.mooncake = mooncake
         self.url = url
         self.model = model
@@ -67,6 +88,13 @@ class CaptureClient:
             finally:
                 pool.shutdown(cancel_futures=True)
 
+    def remove_orphans(self, admin_url: str) -> int:
+        """Delete what earlier generations of this namespace left in Mooncake; how many objects."""
+        names = object_names(admin_url, prefix=f"cmpl-{self.namespace}--")
+        orphans = [name for name in names if not name.startswith(f"cmpl-{self.namespace}--{self.generation}--")]
+        self.mooncake.remove(orphans)
+        return len(orphans)
+
     def take(self, conversation: TokenizedConversation, described: Mapping[str, Any]) -> TargetSample:
         """The sample that the reply's ``kv_transfer_params`` describe, taken out of Mooncake."""
         name = str(described["handle"])
@@ -92,8 +120,11 @@ class CaptureClient:
 
     def _request(self, conversation: TokenizedConversation) -> Mapping[str, Any]:
         body = {"model": self.model, "prompt": conversation.token_ids.tolist(), "max_tokens": 1, "temperature": 0}
+        owner = f"{self.namespace}--{self.generation}--{uuid.uuid4().hex}"
         request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "X-Request-Id": owner},
         )
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:

@@ -1,6 +1,7 @@
 """States of the tiny target from a real vLLM through a real Mooncake are those of Transformers."""
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -18,6 +19,7 @@ from dspark_lab.store.protocol import Manifest
 try:
     import hs_connectors.mooncake_store
     import vllm
+    from mooncake.store import MooncakeDistributedStore
 
     from dspark_lab.store.mooncake_client import MooncakeClient
 except ImportError:
@@ -44,8 +46,8 @@ class Engine:
     client: "MooncakeClient"
 
     def capturing(self, **settings: Any) -> CaptureClient:
-        chosen = {"url": self.server.url, "model": MODEL, "manifest": MANIFEST, "concurrency": 4, "timeout_s": 60.0}
-        return CaptureClient(self.client, **{**chosen, **settings})
+        chosen = {"namespace": "run", "url": self.server.url, "model": MODEL, "manifest": MANIFEST}
+        return CaptureClient(self.client, **{**chosen, "concurrency": 4, "timeout_s": 60.0, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +107,40 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_nothing_stays_in_mooncake(engine: Engine) -> None:
     assert len(list(engine.capturing().capture(conversations(5)))) == 5
     assert object_names(engine.master.admin_url, prefix="") == []
+
+
+def test_a_restarted_run_removes_what_the_killed_one_left(engine: Engine) -> None:
+    killed, other = engine.capturing(), engine.capturing(namespace="run-2")
+    (conversation,) = conversations(1)
+    left, kept = killed._request(conversation), other._request(conversation)
+    for client, described in ((killed, left), (other, kept)):
+        client._wait_for(described["handle"])
+    assert engine.capturing().remove_orphans(engine.master.admin_url) == 1
+    assert object_names(engine.master.admin_url, prefix="") == [kept["handle"]]
+    assert other.remove_orphans(engine.master.admin_url) == 0  # its own
+    other.take(conversation, kept)
+    with pytest.raises(ValueError, match="namespace='a b'"):
+        engine.capturing(namespace="a b")
+
+
+def test_payloads_withstand_eviction(engine: Engine) -> None:
+    """Mooncake evicts the oldest at 90 %; a payload that no one has read yet is not among them."""
+    client = engine.capturing()
+    (conversation,) = conversations(1)
+    described = client._request(conversation)
+    while not object_names(
+        engine.master.admin_url, prefix=described["handle"]
+    ):  # asking Mooncake itself would lease it
+        time.sleep(0.05)
+    stranger = MooncakeDistributedStore()
+    assert stranger.setup("127.0.0.1", "P2PHANDSHAKE", 0, 2**26, "tcp", "", engine.master.address) == 0
+    fillers = [f"filler{number}" for number in range(40)]
+    for name in fillers:
+        stranger.put(name, bytes(2**23))
+    there = [name for name in fillers if stranger.is_exist(name) == 1]
+    assert 0 < len(there) < len(fillers)
+    assert len(client.take(conversation, described).token_ids) == len(conversation)
+    assert stranger.remove_by_regex("^filler", True) == len(there)
 
 
 def test_a_stock_consumer_reads_what_our_connector_writes(engine: Engine) -> None:
