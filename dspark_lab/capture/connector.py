@@ -1,0 +1,70 @@
+"""The KV connector that vLLM loads (``kv_connector_module_path``) to send a prompt's hidden states through Mooncake.
+
+hs-connectors' own, in its wire format (version 1), for engines with and without an accelerator. It runs in vLLM's processes.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from hs_connectors.mooncake_hidden_states_connector import (  # pyright: ignore[reportMissingImports]
+    MooncakeHiddenStatesConnector,
+)
+from mooncake.store import ReplicateConfig  # pyright: ignore[reportMissingImports]
+
+
+class HiddenStatesConnector(MooncakeHiddenStatesConnector):
+    """Refuses an engine whose cache does not hold the asked number of layers.
+
+    A request whose states are not finite, or that fails otherwise, has an error marker in the payload's place.
+    """
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError when the engine captures another number of layers than it was asked for."""
+        if torch.accelerator.current_accelerator() is None:
+            self._device_module = _NoStreams
+        super().register_kv_caches(kv_caches)
+        cache = self._kv_cache
+        assert cache is not None  # [blocks, ...], the other dimensions in the order of the engine's layout
+        held, asked = cache[0].numel(), self._block_size * self._num_hidden_states * self._hidden_size
+        if held != asked:
+            raise ValueError(
+                f"a block of vLLM's cache {list(cache.shape)} holds {held} numbers, not {asked} (block size x layers x "
+                f"hidden size = {self._block_size} x {self._num_hidden_states} x {self._hidden_size}): it captures other "
+                "layers than eagle_aux_hidden_state_layer_ids of --speculative-config."
+            )
+
+    def _ensure_store(self) -> None:
+        first = not self._store_ready
+        super()._ensure_store()
+        if first:
+            self._store._store = _Pinning(self._store._store)
+
+
+class _Pinning:
+    """Mooncake's client, but what it puts is not evicted: a payload is the reader's to delete."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._pinned = ReplicateConfig()
+        self._pinned.with_hard_pin = True
+
+    def put_from(self, name: str, pointer: int, num_bytes: int) -> int:
+        return self._client.put_from(name, pointer, num_bytes, self._pinned)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
+class _NoStreams:
+    """What ``torch.cuda`` offers, where every operation is over when it returns."""
+
+    class Stream:
+        def wait_event(self, event: Any) -> None: ...
+
+    class Event:
+        def record(self) -> None: ...
+
+    @staticmethod
+    def stream(stream: Any) -> Any:
+        return nullcontext()

@@ -1,0 +1,200 @@
+"""States of the tiny target from a real vLLM through a real Mooncake are those of Transformers."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+
+from dspark_lab.capture.client import CaptureClient, CaptureError
+from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment, VllmServer
+from dspark_lab.records import TokenizedConversation
+from dspark_lab.store.mooncake_admin import object_names
+from dspark_lab.store.protocol import Manifest
+
+try:
+    import hs_connectors.mooncake_store
+    import vllm
+    from mooncake.store import MooncakeDistributedStore
+
+    from dspark_lab.store.mooncake_client import MooncakeClient
+except ImportError:
+    vllm = None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.mooncake,
+    pytest.mark.skipif(vllm is None, reason="vllm, hs-connectors or mooncake is not installed: make test-services"),
+]
+MODEL = str(files("dspark_lab") / "assets" / "tiny")
+LAYER_IDS = (1, 2, 3)
+NUM_LAYERS = 4
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+MANIFEST = Manifest(
+    "tiny", revision="r", fingerprint="f", template_hash="t", layer_ids=LAYER_IDS, hidden_size=128, engine="vllm"
+)
+
+
+@dataclass
+class Engine:
+    server: VllmServer
+    master: MooncakeMaster
+    client: "MooncakeClient"
+
+    def capturing(self, **settings: Any) -> CaptureClient:
+        chosen = {"namespace": "run", "url": self.server.url, "model": MODEL, "manifest": MANIFEST}
+        return CaptureClient(self.client, **{**chosen, "concurrency": 4, "timeout_s": 60.0, **settings})
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("services")
+    with MooncakeMaster(folder=folder) as master, MooncakeSegment(master, folder=folder, num_bytes=2**28):
+        connection = {
+            "local_hostname": "127.0.0.1",
+            "master_server_address": master.address,
+            "global_segment_size": 0,
+            "local_buffer_size": 2**24,
+        }
+        arguments = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024")
+        with VllmServer(
+            folder=folder, model=MODEL, layer_ids=(*LAYER_IDS, NUM_LAYERS), mooncake=connection, arguments=arguments,
+            environment=ON_CPU,
+        ) as server:  # fmt: skip
+            client = MooncakeClient(
+                master_address=master.address, protocol="tcp", rdma_devices="", local_hostname="127.0.0.1"
+            )
+            yield Engine(server, master, client)
+
+
+def conversations(number: int) -> list[TokenizedConversation]:
+    lengths = [1, 2, 127, 128, 129, 300, 17, 40][:number]  # vLLM's blocks have 128 tokens here
+    ids = [torch.randint(3, 400, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    return [TokenizedConversation(f"c{len(i)}", i, torch.arange(len(i)) % 2 == 0) for i in ids]
+
+
+def test_states_are_those_of_transformers(engine: Engine) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    asked = {conversation.key: conversation for conversation in conversations(8)}
+    got = dict(engine.capturing().capture(list(asked.values())))
+    assert got.keys() == asked.keys()
+    for key, sample in got.items():
+        assert sample.hidden_states.dtype == torch.bfloat16
+        with torch.no_grad():
+            states = model.model(asked[key].token_ids[None], output_hidden_states=True).hidden_states
+            # Transformers' last entry is normed already: compare behind the norm.
+            last = model.model.norm(sample.last_hidden_state.float())
+        for row, layer in enumerate(LAYER_IDS):
+            assert relative_error(sample.hidden_states[:, row].float(), states[layer][0]) < 0.02, (
+                len(asked[key]),
+                layer,
+            )
+        assert relative_error(last, states[NUM_LAYERS][0]) < 0.03
+        # States of the neighbouring position are ten times as far off as rounding.
+        if len(asked[key]) > 2:
+            assert relative_error(sample.hidden_states[1:, 0].float(), states[1][0][:-1]) > 0.2
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_nothing_stays_in_mooncake(engine: Engine) -> None:
+    assert len(list(engine.capturing().capture(conversations(5)))) == 5
+    assert object_names(engine.master.admin_url, prefix="") == []
+
+
+def test_a_restarted_run_removes_what_the_killed_one_left(engine: Engine) -> None:
+    killed, other = engine.capturing(), engine.capturing(namespace="run-2")
+    (conversation,) = conversations(1)
+    left, kept = killed._request(conversation), other._request(conversation)
+    for client, described in ((killed, left), (other, kept)):
+        client._wait_for(described["handle"])
+    assert engine.capturing().remove_orphans(engine.master.admin_url) == 1
+    assert object_names(engine.master.admin_url, prefix="") == [kept["handle"]]
+    assert other.remove_orphans(engine.master.admin_url) == 0  # its own
+    other.take(conversation, kept)
+    with pytest.raises(ValueError, match="namespace='a b'"):
+        engine.capturing(namespace="a b")
+
+
+def test_payloads_withstand_eviction(engine: Engine) -> None:
+    """Mooncake evicts the oldest at 90 %; a payload that no one has read yet is not among them."""
+    client = engine.capturing()
+    (conversation,) = conversations(1)
+    described = client._request(conversation)
+    while not object_names(
+        engine.master.admin_url, prefix=described["handle"]
+    ):  # asking Mooncake itself would lease it
+        time.sleep(0.05)
+    stranger = MooncakeDistributedStore()
+    assert stranger.setup("127.0.0.1", "P2PHANDSHAKE", 0, 2**26, "tcp", "", engine.master.address) == 0
+    fillers = [f"filler{number}" for number in range(40)]
+    for name in fillers:
+        stranger.put(name, bytes(2**23))
+    there = [name for name in fillers if stranger.is_exist(name) == 1]
+    assert 0 < len(there) < len(fillers)
+    assert len(client.take(conversation, described).token_ids) == len(conversation)
+    assert stranger.remove_by_regex("^filler", True) == len(there)
+
+
+def test_a_stock_consumer_reads_what_our_connector_writes(engine: Engine) -> None:
+    store = hs_connectors.mooncake_store.MooncakeHiddenStatesStore(
+        hs_connectors.mooncake_store.MooncakeStoreConfig(
+            local_hostname="127.0.0.1", master_server_address=engine.master.address, global_segment_size=0,
+            local_buffer_size=2**24,
+        )
+    ).setup()  # fmt: skip
+    (conversation,) = conversations(3)[2:]
+    described = engine.capturing()._request(conversation)
+    theirs = store.get_sample(dict(described), timeout=60)
+    ours = engine.capturing().take(conversation, described)
+    assert torch.equal(theirs["hidden_states"][:, :-1], ours.hidden_states)
+    assert torch.equal(theirs["token_ids"], conversation.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"manifest": replace(MANIFEST, layer_ids=(1, 2))}, r"captured \[\[1, 4, 128\].*wanted were \[\[1, 3, 128\]"),
+        ({"manifest": replace(MANIFEST, dtype="float32")}, "start it with this run's layer ids and --dtype"),
+        ({"model": "another"}, "failed: HTTP Error 404.*another"),
+        ({"url": "http://127.0.0.1:9"}, r"http://127\.0\.0\.1:9 failed"),
+    ],
+)
+def test_what_was_not_asked_for_is_refused(engine: Engine, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        list(engine.capturing(**settings).capture(conversations(1)))
+
+
+def test_a_damaged_payload_is_refused(engine: Engine) -> None:
+    """The engine's payload under another description: other ids, fewer bytes, another form, nothing, a failed producer."""
+    client = engine.capturing(timeout_s=1.0)
+    asked, other = conversations(8)[6:]
+
+    def described() -> dict[str, Any]:
+        return json.loads(json.dumps(engine.capturing()._request(asked)))
+
+    swapped = replace(asked, token_ids=asked.token_ids.flip(0))
+    with pytest.raises(CaptureError, match="other token ids than were sent"):
+        client.take(swapped, described())
+    short = described()
+    short["metadata"]["total_aligned_bytes"] += 64
+    with pytest.raises(CaptureError, match="bytes arrived of"):
+        client.take(asked, short)
+    with pytest.raises(CaptureError, match="have version 2, this code reads 1"):
+        client.take(asked, described() | {"version": 2})
+    with pytest.raises(CaptureError, match="no payload after 1 s"):
+        client.take(asked, described() | {"handle": "nowhere"})
+    failed = engine.client.take(64)
+    failed[:] = torch.frombuffer(bytearray(b'{"error": "Non-finite"}'.ljust(64)), dtype=torch.uint8)
+    engine.client.put(["broken:error"], [failed])
+    with pytest.raises(CaptureError, match=r"connector failed.*Non-finite"):
+        client.take(asked, described() | {"handle": "broken"})
+    with pytest.raises(CaptureError, match="the engine captured"):
+        client.take(other, described())
