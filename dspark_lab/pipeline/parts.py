@@ -1,6 +1,7 @@
 """The objects of one run, each built from the config when a stage first needs it."""
 
 import gc
+import socket
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -25,7 +26,7 @@ from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
 from dspark_lab.evaluation.recipe import Benchmark, Evaluation
 from dspark_lab.pipeline.build import build
 from dspark_lab.progress import console
-from dspark_lab.records import Conversation, TokenizedConversation
+from dspark_lab.records import Conversation, TokenizedConversation, content_hash
 from dspark_lab.report.results import RunInfo
 from dspark_lab.run import Run
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
@@ -44,6 +45,11 @@ class Parts:
         self.benchmark: Benchmark = build(config, "benchmark")
         self.evaluation: Evaluation = build(config, "evaluate")
         self.export: Export = build(config, "export")
+        if info.choices["store"] == "mooncake" and self.corpus.num_workers:
+            raise ValueError(
+                f"data.num_workers={self.corpus.num_workers} with store=mooncake: a forked worker cannot use Mooncake, "
+                "whose threads are gone in it. Set data.num_workers=0."
+            )
 
     def close(self) -> None:
         """Publish what the store still buffers."""
@@ -160,9 +166,16 @@ class Parts:
     def store(self) -> HiddenStateStore:
         engine = self.info.choices["engine"]
         manifest = Manifest.for_target(self.target.spec, engine=engine, dtype=self.config.capture.dtype)
-        if self.info.choices["store"] == "memory":
-            return build(self.config, "store", manifest=manifest)
-        return build(self.config, "store", root=self.home / "states" / manifest.content_hash, manifest=manifest)
+        match self.info.choices["store"]:
+            case "memory":
+                place = {}
+            case "mooncake":
+                # The run's folder is locked, so its path on this host has one owner at a time.
+                owner = content_hash([socket.gethostname(), str(self.run.directory.resolve())])
+                place = {"namespace": f"{self.run.name}-{owner}"}
+            case _:
+                place = {"root": self.home / "states" / manifest.content_hash}
+        return build(self.config, "store", manifest=manifest, **place)
 
     @cached_property
     def imported(self) -> Checkpoint | None:

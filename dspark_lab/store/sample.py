@@ -12,11 +12,7 @@ def admitted(key: str, sample: TargetSample, *, manifest: Manifest) -> TargetSam
 
     Raises ValueError for an empty key, no tokens or shapes that do not fit, NonFiniteSampleError for NaN and infinity.
     """
-    if not key:
-        raise ValueError("key='': a sample needs a key; TokenizedConversation.key is its content address.")
-    problem = misfit(sample, manifest=manifest)
-    if problem:
-        raise ValueError(f"sample {key!r}: {problem}. Capture with the settings that the store was made for.")
+    require_fit(key, sample, manifest=manifest)
     copied = TargetSample(
         token_ids=_copied(sample.token_ids, torch.int64),
         loss_mask=_copied(sample.loss_mask, torch.bool),
@@ -25,6 +21,15 @@ def admitted(key: str, sample: TargetSample, *, manifest: Manifest) -> TargetSam
     )
     require_finite(key, copied)
     return copied
+
+
+def require_fit(key: str, sample: TargetSample, *, manifest: Manifest) -> None:
+    """Raises ValueError for an empty key, no tokens, or shapes that the manifest does not have."""
+    if not key:
+        raise ValueError("key='': a sample needs a key; TokenizedConversation.key is its content address.")
+    problem = misfit(sample, manifest=manifest)
+    if problem:
+        raise ValueError(f"sample {key!r}: {problem}. Capture with the settings that the store was made for.")
 
 
 def misfit(sample: TargetSample, *, manifest: Manifest) -> str | None:

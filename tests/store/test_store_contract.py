@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mooncake_world import needs_mooncake, shared_world
 
 from dspark_lab.records import TargetSample
 from dspark_lab.store.disk import DiskStore
@@ -18,10 +19,12 @@ STORES: dict[str, MakeStore] = {
     "memory": lambda root, manifest: MemoryStore(manifest=manifest),
     "disk": lambda root, manifest: DiskStore(root, manifest=manifest),
     "disk_shard_each": lambda root, manifest: DiskStore(root, manifest=manifest, shard_bytes=1),
+    "mooncake": lambda root, manifest: shared_world().store(manifest=manifest),
+    "mooncake_in_parts": lambda root, manifest: shared_world().store(manifest=manifest, part_bytes=64),
 }
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=[pytest.param(name, marks=needs_mooncake if "mooncake" in name else ()) for name in STORES])
 def make_store(request: pytest.FixtureRequest) -> MakeStore:
     return STORES[request.param]
 
