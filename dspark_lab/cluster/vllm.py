@@ -108,7 +108,8 @@ class VllmServer(Service):
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             told = file.read().decode(errors="replace")
-        causes = [f"{line.rstrip('. ')}." for line in (likely_cause(told), first_error(told)) if line]
+        found = {"Likely cause": likely_cause(told), "First error": first_error(told)}
+        causes = [f"{name}: {text.rstrip('. ')}." for name, text in found.items() if text]
         return " ".join([*causes, super()._tail()])
 
 
@@ -134,4 +135,4 @@ def likely_cause(log: str) -> str | None:
 def first_error(log: str) -> str | None:
     """The first exception of a log: with vLLM the later ones only say that it happened."""
     found = re.search(r"^.*?\b(\w+(?:Error|Exception): \S.*)$", log, re.MULTILINE)
-    return found and f"Its first error: {found[1]}"
+    return found and found[1]

@@ -82,7 +82,8 @@ def serve(parts: Parts) -> Outcome:
     }
     tell(agreement, different, num_prompts=len(prompts))
     record = {"agreement": asdict(agreement), "agrees": agreement.agrees, "setting": setting, "mismatches": different}
-    record |= {"counters": asdict(served.counters), "answers": [asdict(answer) for answer in served.answers]}
+    record |= {"counters": asdict(served.counters)}
+    record |= {name: [asdict(trace) for trace in traces] for name, traces in {"ours": ours, "served": theirs}.items()}
     (parts.run.directory / "serve.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     events = {"verdict: agree" if agreement.agrees else "verdict: disagree": 1}
     if different:
