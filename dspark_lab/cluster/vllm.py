@@ -134,5 +134,11 @@ def likely_cause(log: str) -> str | None:
 
 def first_error(log: str) -> str | None:
     """The first exception of a log: with vLLM the later ones only say that it happened."""
-    found = re.search(r"^.*?\b(\w+(?:Error|Exception): \S.*)$", log, re.MULTILINE)
+    found = _EXCEPTION.search(log)
     return found and found[1]
+
+
+# At the start of a line, behind vLLM's "(process pid=1)" and "ERROR date time [file:line]".
+_EXCEPTION = re.compile(
+    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR \S+ \S+ \[\S+\] )?((?:\w+\.)*\w+(?:Error|Exception): .*)$", re.MULTILINE
+)

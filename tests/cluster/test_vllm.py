@@ -37,7 +37,9 @@ def test_a_python_without_vllm(tmp_path: Path) -> None:
 
 def test_an_unknown_failure_has_no_cause() -> None:
     assert likely_cause("nothing of note") is None
-    assert first_error("INFO no Error here: none\n") is None
+    warning = "WARNING 11-29 19:37:25 [x.py:9] Found ulimit of 1; this can cause OSError: [Errno 24] Too many open files\n"
+    assert first_error(warning) is None
+    assert first_error(f"{warning}(Worker_1 pid=7) torch.OutOfMemoryError: 3 GiB") == "torch.OutOfMemoryError: 3 GiB"
 
 
 def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
