@@ -24,9 +24,7 @@ class Export:
     """
 
     @checked
-    def __init__(
-        self, *, dtype: Literal["bfloat16", "float32"], include_target_tensors: bool, force: bool
-    ) -> None:
+    def __init__(self, *, dtype: Literal["bfloat16", "float32"], include_target_tensors: bool, force: bool) -> None:
         self.dtype, self.include_target_tensors, self.force = dtype, include_target_tensors, force
 
     @property

@@ -102,8 +102,8 @@ class Answer:
         beyond = 1 + sum(emitted) - len(self.token_ids)
         if not 0 <= beyond < max(emitted, default=1):
             raise ValueError(
-                f"{prompt.id}: the engine wrote {len(self.token_ids)} tokens, but its {len(emitted)} verify steps account for "
-                f"{1 + sum(emitted)}: some steps drafted nothing, or its accounting has changed"
+                f"{prompt.id}: the engine wrote {len(self.token_ids)} tokens, but its {len(emitted)} verify steps account "
+                f"for {1 + sum(emitted)}: some steps drafted nothing, or its accounting has changed"
             )
         if emitted:
             emitted[-1] -= beyond
@@ -168,7 +168,7 @@ def serve_prompts(
     told = sum(len(found.accepted) for found in answers), sum(sum(found.accepted) for found in answers)
     if told != (counters.drafts, counters.accepted_tokens):
         raise ValueError(
-            f"the engine's counters grew by {counters.drafts} drafts and {counters.accepted_tokens} accepted tokens, its replies "
-            f"tell of {told[0]} and {told[1]}: does somebody else use this server?"
+            f"the engine's counters grew by {counters.drafts} drafts and {counters.accepted_tokens} accepted tokens, its "
+            f"replies tell of {told[0]} and {told[1]}: does somebody else use this server?"
         )
     return Served(answers, counters, time_s)

@@ -102,7 +102,9 @@ def compare(ours: Sequence[Trace], served: Sequence[Trace], *, seed: int) -> Agr
 def likely_causes(ours: Sequence[float], served: Sequence[float]) -> tuple[str, ...]:
     """What may be behind a disagreement, from the (unconditional) acceptance rates per position of both."""
     if len(ours) != len(served):
-        return (f"the engine drafts {len(served)} tokens, {len(ours)} were drafted here: num_speculative_tokens differs",)
+        return (
+            f"the engine drafts {len(served)} tokens, {len(ours)} were drafted here: num_speculative_tokens differs",
+        )
     told, causes = CAUSES[find_pattern(ours, served)]
     return (told, *causes)
 

@@ -89,17 +89,21 @@ def serve(parts: Parts) -> Outcome:
     if different:
         events["prompts with another text than here"] = len(different)
     metrics = gate_metrics(agreement, theirs, setting, seed=parts.evaluation.seed)
-    metrics += speed_metrics(served, {**setting, **({"undefined": INTERPRETED} if interpret else {})}, known=not interpret)
+    metrics += speed_metrics(
+        served, {**setting, **({"undefined": INTERPRETED} if interpret else {})}, known=not interpret
+    )
     if different is not None:
         rate = len(different) / len(prompts)
-        metrics.append(metric("served_mismatch_rate", rate, origin="measured", setting=setting, num_samples=len(prompts)))
+        metrics.append(
+            metric("served_mismatch_rate", rate, origin="measured", setting=setting, num_samples=len(prompts))
+        )
     return {"num_in": len(prompts), "num_out": len(prompts), "unit": "prompts", "events": events}, metrics
 
 
 def decode_here(
     parts: Parts, checkpoint: Checkpoint, prompts: Sequence[TokenizedConversation], num_draft_tokens: int
 ) -> tuple[list[Trace], list[tuple[int, ...]]]:
-    """Traces of our loop with the exported weights, drafting as the engine does, and (if greedy) the target's own answers."""
+    """Traces of our loop with the exported weights, drafted as in the engine, and (if greedy) the target's own answers."""
     drafter: Drafter = parts.drafter
     load_weights(drafter, checkpoint)
     drafter.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -174,7 +178,9 @@ def tell(agreement: Agreement, different: Sequence[int] | None, *, num_prompts: 
     for cause in agreement.causes[1:]:
         console.print(f"  - {cause}")
     if different is not None:
-        console.print(f"serve: {num_prompts - len(different)} of {num_prompts} greedy answers are the target's own, token for token")
+        console.print(
+            f"serve: {num_prompts - len(different)} of {num_prompts} greedy answers are the target's own, token for token"
+        )
 
 
 def gate_metrics(agreement: Agreement, served: Sequence[Trace], setting: dict[str, Any], *, seed: int) -> list[Metric]:

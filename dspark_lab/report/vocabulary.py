@@ -83,7 +83,8 @@ METRICS: Mapping[str, MetricKind] = {
     ),
     "served_acceptance_difference": MetricKind(
         "tokens/step",
-        "served_acceptance_length - exported_acceptance_length; the interval is that of the difference over the same prompts.",
+        "served_acceptance_length - exported_acceptance_length; the interval is that of the difference over the same "
+        "prompts.",
     ),
     "served_agreement": MetricKind(
         "0 or 1",

@@ -32,12 +32,15 @@ def test_a_failed_start_names_its_cause_and_its_first_error(tmp_path: Path) -> N
 def test_a_python_without_vllm(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match=r"name the one that has it \(serve.python\)"):
         # Isolated and without site-packages, whatever is installed here.
-        VllmServer(folder=tmp_path, model="m", on_cpu=True, role=Role(command_prefix=(sys.executable, "-IS", "-c", "import vllm")))  # fmt: skip
+        role = Role(command_prefix=(sys.executable, "-IS", "-c", "import vllm"))
+        VllmServer(folder=tmp_path, model="m", on_cpu=True, role=role)
 
 
 def test_an_unknown_failure_has_no_cause() -> None:
     assert likely_cause("nothing of note") is None
-    warning = "WARNING 11-29 19:37:25 [x.py:9] Found ulimit of 1; this can cause OSError: [Errno 24] Too many open files\n"
+    warning = (
+        "WARNING 11-29 19:37:25 [x.py:9] Found ulimit of 1; this can cause OSError: [Errno 24] Too many open files\n"
+    )
     assert first_error(warning) is None
     assert first_error(f"{warning}(Worker_1 pid=7) torch.OutOfMemoryError: 3 GiB") == "torch.OutOfMemoryError: 3 GiB"
 
@@ -57,9 +60,14 @@ def test_the_stub_is_seen_by_that_process_alone(monkeypatch: pytest.MonkeyPatch)
     assert found["PYTHONPATH"].split(os.pathsep) == [str(TRITON_CPU), "/own"]
     assert (found["TRITON_INTERPRET"], found["VLLM_USE_V2_MODEL_RUNNER"]) == ("1", "1")
     assert "PYTHONPATH" not in engine_environment(on_cpu=True, interpret=False)
-    named = "from importlib.metadata import entry_points as e; print(*[p.value for p in e(group='triton.backends') if p.name == 'cpu'])"
+    named = (
+        "from importlib.metadata import entry_points\n"
+        "print(*[point.value for point in entry_points(group='triton.backends') if point.name == 'cpu'])"
+    )
     shown = [
-        subprocess.run([sys.executable, "-c", named], capture_output=True, text=True, env={**os.environ, **added}).stdout
+        subprocess.run(
+            [sys.executable, "-c", named], capture_output=True, text=True, env={**os.environ, **added}
+        ).stdout
         for added in ({}, found)
     ]
     assert [text.split() for text in shown] == [[], ["triton_cpu_stub"]]
