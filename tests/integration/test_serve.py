@@ -22,14 +22,15 @@ pytestmark = [
     pytest.mark.skipif(vllm is None, reason="vllm is not installed: make test-services"),
 ]
 
-TRAINED = ["trainer.max_steps=40", "serve.dtype=float32", "serve.num_prompts=12", "evaluate.max_new_tokens=60"]
+TRAINED = ["serve.dtype=float32", "serve.num_prompts=12", "evaluate.max_new_tokens=60"]
 STAGES = "stages=[regenerate,capture,train,export,serve]"
 WINDOW = "drafter.window={tokens:24,origin:query,causal:true,full_layers:[]}"
+LONGER = "trainer.max_steps=200"  # until more than the first draft token is accepted
 CASES = {
-    "eagle3": ["drafter=eagle3", "data.draft_vocab_size=512", "drafter.feature_norm=joint"],
-    "dflash": ["drafter=dflash"],
-    "dflash with a window shorter than the context": ["drafter=dflash", WINDOW],
-    "dspark": ["drafter=dspark"],
+    "eagle3": ["drafter=eagle3", "trainer.max_steps=40", "data.draft_vocab_size=512", "drafter.feature_norm=joint"],
+    "dflash": ["drafter=dflash", LONGER],
+    "dflash with a window shorter than the context": ["drafter=dflash", LONGER, WINDOW],
+    "dspark": ["drafter=dspark", LONGER],
 }
 
 
@@ -55,7 +56,8 @@ def test_vllm_takes_the_very_steps_of_our_own_decoding(folder: Path, case: str) 
             (s["position"], s["num_accepted"]) for s in served["steps"]
         ]
     assert found["counters"]["drafts"] >= 200
-    assert sum(found["counters"]["accepted_at"]) == found["counters"]["accepted_tokens"] > 0
+    assert sum(found["counters"]["accepted_at"]) == found["counters"]["accepted_tokens"]
+    assert found["counters"]["accepted_at"][1] > 0
     assert "serve: agree: " in printed and "12 of 12 greedy answers are the target's own" in printed
 
     metrics = {entry.name: entry for entry in read_results(folder / "runs" / name).metrics}

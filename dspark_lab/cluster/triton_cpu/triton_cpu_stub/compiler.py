@@ -4,9 +4,7 @@ from typing import Any, NoReturn
 
 from triton.backends import compiler  # pyright: ignore[reportMissingImports]
 
-
-def _refuse(*_: Any) -> NoReturn:
-    raise NotImplementedError("nothing is compiled for CPUs: set TRITON_INTERPRET=1")
+REFUSAL = "nothing is compiled for CPUs: set TRITON_INTERPRET=1"
 
 
 class Compiler(compiler.BaseBackend):
@@ -17,4 +15,14 @@ class Compiler(compiler.BaseBackend):
     def hash(self) -> str:
         return "interpreted"
 
-    parse_options = add_stages = load_dialects = get_module_map = _refuse
+    def parse_options(self, options: dict[str, Any]) -> NoReturn:
+        raise NotImplementedError(REFUSAL)
+
+    def add_stages(self, stages: dict[str, Any], options: object, language: Any) -> NoReturn:
+        raise NotImplementedError(REFUSAL)
+
+    def load_dialects(self, context: Any) -> NoReturn:
+        raise NotImplementedError(REFUSAL)
+
+    def get_module_map(self) -> NoReturn:
+        raise NotImplementedError(REFUSAL)
