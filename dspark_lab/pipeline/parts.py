@@ -167,7 +167,6 @@ class Parts:
     def store(self) -> HiddenStateStore:
         engine = self.info.choices["engine"]
         manifest = Manifest.for_target(self.target.spec, engine=engine, dtype=self.config.capture.dtype)
-        place: dict[str, Any]
         match self.info.choices["store"]:
             case "memory":
                 place = {}
