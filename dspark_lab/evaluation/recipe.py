@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from dspark_lab.data.prompts import PromptSource
 from dspark_lab.records import Sampling
 from dspark_lab.validation import checked
@@ -43,3 +45,30 @@ class Evaluation:
         self.num_replay_prompts, self.num_decode_prompts = num_replay_prompts, num_decode_prompts
         self.sampling = Sampling(temperature, top_k, top_p, max_new_tokens)
         self.seed = seed
+
+
+class Serving:
+    """How the export is served and compared. Nulls: this Python, the target's precision here, as many as it drafts.
+
+    ``arguments`` are further ones of vLLM's ``api_server``; ``command_prefix`` is put before the command.
+    """
+
+    @checked
+    def __init__(
+        self,
+        *,
+        python: str | None,
+        command_prefix: tuple[str, ...],
+        arguments: tuple[str, ...],
+        dtype: Literal["float32", "bfloat16", "float16"] | None,
+        num_prompts: int,
+        num_draft_tokens: PositiveInt | None,
+        concurrency: PositiveInt,
+        deadline_s: float,
+    ) -> None:
+        if num_prompts < 2:
+            raise ValueError(f"num_prompts={num_prompts}: an interval needs at least 2")
+        self.python, self.command_prefix, self.arguments = python, command_prefix, arguments
+        self.dtype = dtype
+        self.num_prompts, self.num_draft_tokens, self.concurrency = num_prompts, num_draft_tokens, concurrency
+        self.deadline_s = deadline_s

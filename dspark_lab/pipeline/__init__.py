@@ -1,4 +1,4 @@
-"""The way through: prompts -> regenerate -> capture -> train -> evaluate -> export -> report.
+"""The way through: prompts -> regenerate -> capture -> train -> evaluate -> export -> serve -> report.
 
 The only package that knows the Hydra config and builds objects from it.
 """
@@ -23,6 +23,7 @@ from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.report import compare
+from dspark_lab.pipeline.serve import refuse_unservable
 from dspark_lab.pipeline.stages import STAGES
 from dspark_lab.progress import console
 from dspark_lab.report.results import RunInfo, StageRecord, update_results
@@ -89,8 +90,11 @@ def settle(stages: Sequence[str], config: DictConfig) -> Place:
 
 def carry_out(stages: Sequence[str], parts: Parts) -> float | None:
     """Stage after stage; each leaves its record and metrics in ``results.json``, a failing one its error."""
+    # Not after hours of training.
     if "export" in stages:
-        algorithm_of(get_class(parts.config.drafter._target_))  # not after hours of training
+        algorithm_of(get_class(parts.config.drafter._target_))
+    if "serve" in stages and not parts.export.force:
+        refuse_unservable(parts)
     if parts.config.about:
         console.print(parts.config.about)
     console.print(f"[bold]{parts.run.name}[/bold]: {' -> '.join(stages)} in {parts.run.directory}")

