@@ -31,7 +31,7 @@ class CaptureError(RuntimeError):
 class CaptureClient:
     """One server's hidden states.
 
-    The server (``cluster.vllm.capture_arguments``) captures ``manifest.layer_ids`` and, last, the state before the final norm.
+    It captures ``manifest.layer_ids`` and, last, the state before the final norm (``cluster.vllm.capture_arguments``).
 
     Payloads are named ``cmpl-<namespace>--<generation>--...``, and pinned until they are read; the next generation of the
     namespace removes what a killed one has left (``remove_orphans``).
