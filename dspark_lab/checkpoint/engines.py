@@ -46,6 +46,16 @@ def unservable_options(
     return said
 
 
+def cpu_faults(algorithm: Algorithm, options: Mapping[str, Any]) -> list[str]:
+    """Where vLLM's CPU engine computes something else than its GPU engine: small differences there are its own."""
+    if algorithm == "eagle3" or options["num_layers"] == 1:
+        return []
+    return [
+        f"vLLM {VLLM_VERSION}'s CPU engine norms the context's keys of every layer with the first layer's k_norm "
+        f"(num_layers={options['num_layers']}): it accepts a little more or less than is right"
+    ]
+
+
 def needs_newer_runner(algorithm: Algorithm, options: Mapping[str, Any]) -> bool:
     """Whether only vLLM's newer model runner has it: DSpark, and layers of two kinds, which need two groups of caches."""
     window = options["window"]

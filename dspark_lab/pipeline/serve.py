@@ -12,7 +12,13 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from dspark_lab.checkpoint.description import algorithm_of
-from dspark_lab.checkpoint.engines import VLLM_VERSION, needs_newer_runner, speculative_config, unservable_options
+from dspark_lab.checkpoint.engines import (
+    VLLM_VERSION,
+    cpu_faults,
+    needs_newer_runner,
+    speculative_config,
+    unservable_options,
+)
 from dspark_lab.checkpoint.export import RUN_CARD
 from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
 from dspark_lab.checkpoint.warm_start import load_weights
@@ -57,6 +63,9 @@ def serve(parts: Parts) -> Outcome:
     interpret = not torch.cuda.is_available() and needs_newer_runner(
         checkpoint.description.algorithm, checkpoint.description.options
     )
+    if not torch.cuda.is_available():
+        for fault in cpu_faults(checkpoint.description.algorithm, checkpoint.description.options):
+            console.print(f"[yellow]serve: {fault}[/yellow]")
     with start_engine(parts, checkpoint, prompts, num_draft_tokens, interpret=interpret) as server:
         if not server.version.startswith(VLLM_VERSION):
             console.print(f"[yellow]serve: vLLM {server.version}; {VLLM_VERSION} is the one that was tested[/yellow]")
