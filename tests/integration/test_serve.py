@@ -20,6 +20,7 @@ except ImportError:
     vllm = None
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.gate,
     pytest.mark.vllm,
     pytest.mark.skipif(vllm is None, reason="vllm is not installed: make test-services"),
 ]
