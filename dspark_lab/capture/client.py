@@ -1,6 +1,5 @@
 """Asks a vLLM server for the hidden states of token ids and takes them out of Mooncake, checked and without a copy."""
 
-import json
 import re
 import time
 import urllib.error
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark_lab.nearby import post_json
 from dspark_lab.records import TargetSample, TokenizedConversation
 from dspark_lab.store.mooncake_admin import object_names
 from dspark_lab.store.mooncake_client import MooncakeClient
@@ -121,18 +121,14 @@ class CaptureClient:
     def _request(self, conversation: TokenizedConversation) -> Mapping[str, Any]:
         body = {"model": self.model, "prompt": conversation.token_ids.tolist(), "max_tokens": 1, "temperature": 0}
         owner = f"{self.namespace}--{self.generation}--{uuid.uuid4().hex}"
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "X-Request-Id": owner},
-        )
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with direct.open(request, timeout=self.timeout_s) as response:
-                described = json.load(response).get("kv_transfer_params")
+            reply = post_json(
+                f"{self.url}/v1/completions", body, timeout_s=self.timeout_s, headers={"X-Request-Id": owner}
+            )
         except OSError as error:
             reason = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
             raise CaptureError(f"{conversation.id}: {self.url} failed: {error} {reason}".rstrip()) from error
+        described = reply.get("kv_transfer_params")
         if not described:
             raise CaptureError(
                 f"{conversation.id}: the reply of {self.url} has no kv_transfer_params: it runs without the connector "

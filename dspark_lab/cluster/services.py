@@ -6,11 +6,9 @@ or is killed, by SIGKILL too. Everything binds to the loopback interface unless 
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from dspark_lab.nearby import DIRECT, LOOPBACK, free_port
 from dspark_lab.store.mooncake_admin import room
 
-LOOPBACK = "127.0.0.1"
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 POLL_S = 0.1
 TAIL_LINES = 20
@@ -174,16 +172,8 @@ class MooncakeSegment(Service):
         self.wait_ready(lambda: room(master.admin_url).capacity_bytes >= wanted, deadline_s=deadline_s)
 
 
-def free_port(host: str = LOOPBACK) -> int:
-    """A port that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
 def answers(url: str, *, timeout_s: float = 2.0) -> bool:
-    """Whether an HTTP GET of ``url`` gives status 200. Proxies are left aside: services are near."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with suppress(OSError), direct.open(url, timeout=timeout_s) as response:
+    """Whether an HTTP GET of ``url`` gives status 200."""
+    with suppress(OSError), DIRECT.open(url, timeout=timeout_s) as response:
         return response.status == 200
     return False

@@ -4,12 +4,12 @@ import json
 import os
 import re
 import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark_lab.cluster.services import LOOPBACK, Role, Service, answers, free_port
+from dspark_lab.cluster.services import Role, Service, answers
+from dspark_lab.nearby import DIRECT, LOOPBACK, free_port, post_json
 
 TRITON_CPU = Path(__file__).with_name("triton_cpu")  # what is in it, and why: its README
 
@@ -80,7 +80,7 @@ class VllmServer(Service):
 
     def get(self, path: str, *, timeout_s: float = 30.0) -> str:
         """Body of a GET. OSError when the server does not answer."""
-        with _DIRECT.open(f"{self.url}{path}", timeout=timeout_s) as response:
+        with DIRECT.open(f"{self.url}{path}", timeout=timeout_s) as response:
             return response.read().decode()
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
@@ -91,12 +91,8 @@ class VllmServer(Service):
             ValueError: it refused the request; its own words.
             OSError: it did not answer in time.
         """
-        request = urllib.request.Request(
-            f"{self.url}{path}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-        )
         try:
-            with _DIRECT.open(request, timeout=timeout_s) as response:
-                return json.load(response)
+            return post_json(f"{self.url}{path}", body, timeout_s=timeout_s)
         except urllib.error.HTTPError as error:
             self.check()
             raise ValueError(f"vLLM refused {path} ({error.code}): {error.read().decode(errors='replace')}") from error
@@ -132,9 +128,6 @@ def capture_arguments(layer_ids: Sequence[int], *, mooncake: Mapping[str, Any]) 
         "--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative),
         "--kv-transfer-config", json.dumps(transfer),
     ]  # fmt: skip
-
-
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # past any proxy: the server is near
 
 
 def engine_environment(*, on_cpu: bool, interpret: bool) -> dict[str, str]:

@@ -1,9 +1,10 @@
 """What a ``mooncake_master`` tells over HTTP and not through its Python client: which objects it has, how full it is."""
 
 import json
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from dspark_lab.nearby import DIRECT
 
 TIMEOUT_S = 10.0
 
@@ -32,9 +33,8 @@ def room(admin_url: str) -> Room:
 
 
 def _fetch(admin_url: str, page: str) -> str:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with direct.open(f"{admin_url}/{page}", timeout=TIMEOUT_S) as response:
+        with DIRECT.open(f"{admin_url}/{page}", timeout=TIMEOUT_S) as response:
             return response.read().decode()
     except OSError as error:
         raise MasterUnreachableError(

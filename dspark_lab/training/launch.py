@@ -7,7 +7,6 @@ command goes on anyway. Groups over several machines are started with torchrun o
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from dspark_lab.nearby import LOOPBACK, free_port
 from dspark_lab.signals import REQUEUE, Requeue, handled
 from dspark_lab.training.place import GROUP_FOLDER
 
@@ -66,7 +66,7 @@ def launch(command: Sequence[str], *, num_ranks: int, folder: Path) -> None:
         Requeue: the ranks left with ``REQUEUE``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
+    port = free_port()
     ranks: list[Rank] = []
     passed_on: list[int] = []
 
@@ -98,7 +98,7 @@ def _start(command: Sequence[str], index: int, *, num_ranks: int, port: int, fol
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
         GROUP_FOLDER: str(folder),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(num_ranks),
         "RANK": str(index),
@@ -136,9 +136,3 @@ def _wait(ranks: Sequence[Rank]) -> list[Rank]:
         if None not in codes or any(rank.process.returncode != REQUEUE for rank in bad):
             return bad
         time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,0 +1,27 @@
+"""Servers on this machine or beside it: free ports, and HTTP that goes past any proxy."""
+
+import json
+import socket
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+LOOPBACK = "127.0.0.1"
+
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs without the proxies of the environment, which do not know the servers that a run starts."""
+
+
+def free_port(host: str = LOOPBACK) -> int:
+    """A port that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def post_json(url: str, body: Mapping[str, Any], *, timeout_s: float, headers: Mapping[str, str] | None = None) -> Any:
+    """JSON in, JSON out. OSError when nothing answers in time; of these, urllib's HTTPError when it refuses."""
+    told = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=told)
+    with DIRECT.open(request, timeout=timeout_s) as response:
+        return json.load(response)
