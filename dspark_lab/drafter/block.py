@@ -10,7 +10,7 @@ from dspark_lab.drafter.anchors import Blocks, block_candidates, gather_blocks, 
 from dspark_lab.drafter.attention import Visibility
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rotary, SlidingWindow, layer_config
+from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rotary, SlidingWindow, layer_config, visible_by_layer
 from dspark_lab.records import Batch
 
 
@@ -79,12 +79,9 @@ class BlockDrafter(Drafter):
     def visible(self, full: Visibility, *, serving: bool) -> list[Visibility]:
         """What each layer's queries see: everything, or a window that ends at the anchor or, in engines, at the query."""
         window = self.window_attention
-        if window is None:
-            return [full] * len(self.layers)
         slot = torch.arange(full.lower.numel(), device=full.lower.device) % self.block_size
-        ahead = slot + 1 if serving or window.origin == "query" else 0
-        inside = full.within(window.tokens, ahead=ahead, causal=window.causal)
-        return [full if layer in window.full_layers else inside for layer in range(len(self.layers))]
+        from_query = window is not None and (serving or window.origin == "query")
+        return visible_by_layer(window, full, ahead=slot + 1 if from_query else 0, num_layers=len(self.layers))
 
     def blocks(self, batch: Batch, anchors: Tensor) -> Blocks:
         return gather_blocks(

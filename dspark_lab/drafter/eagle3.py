@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from dspark_lab.drafter.attention import Visibility
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.layers import ChainLayer, KeyValue, Rope, Rotary, SlidingWindow, initialise, layer_config
+from dspark_lab.drafter.layers import (
+    ChainLayer,
+    KeyValue,
+    Rope,
+    Rotary,
+    SlidingWindow,
+    initialise,
+    layer_config,
+    visible_by_layer,
+)
 from dspark_lab.records import Batch, Proposal, Sampling
 from dspark_lab.validation import checked
 
@@ -116,11 +125,7 @@ class Eagle3(Drafter):
 
     def visible(self, full: Visibility, *, step: int) -> list[Visibility]:
         """What each layer's queries see at a step: all, or the window that ends ``step`` places after the first query."""
-        window = self.window_attention
-        if window is None:
-            return [full] * len(self.layers)
-        inside = full.within(window.tokens, ahead=step, causal=False)
-        return [full if layer in window.full_layers else inside for layer in range(len(self.layers))]
+        return visible_by_layer(self.window_attention, full, ahead=step, num_layers=len(self.layers))
 
     def chains(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Slots [A] with at least one supervised step, and which steps are, bool [A, S].
@@ -163,13 +168,12 @@ class Eagle3(Drafter):
         """
         embeddings = self.target_head.embed(token_ids).to(hidden.dtype)
         contexts = []
-        for depth, layer in enumerate(self.layers):
+        for depth, (layer, visible) in enumerate(zip(self.layers, self.visible(visibility, step=0), strict=True)):
             inputs, residual = layer.inputs(embeddings, hidden)
             context = layer.self_attn.keys_values(inputs, rope)
             if past is not None:
                 context = torch.cat([past[depth][0], context[0]]), torch.cat([past[depth][1], context[1]])
             contexts.append(context)
-            visible = self.visible(visibility, step=0)[depth]
             if depth == len(self.layers) - 1:
                 inputs, residual, rope = inputs[slots], residual[slots], (rope[0][slots], rope[1][slots])
                 visible = visible[slots]

@@ -42,6 +42,16 @@ class SlidingWindow:
             )
 
 
+def visible_by_layer(
+    window: SlidingWindow | None, full: Visibility, *, ahead: Tensor | int, num_layers: int
+) -> list[Visibility]:
+    """What the queries of each layer see: everything, or the window; ``ahead`` as in ``Visibility.within``."""
+    if window is None:
+        return [full] * num_layers
+    inside = full.within(window.tokens, ahead=ahead, causal=window.causal)
+    return [full if layer in window.full_layers else inside for layer in range(num_layers)]
+
+
 def layer_config(target: TargetSpec, *, num_layers: int, intermediate_size: int | None = None) -> Qwen3Config:
     """A drafter's layers have the target's width, heads and RoPE; only their number and MLP size are its own."""
     return Qwen3Config(
