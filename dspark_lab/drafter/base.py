@@ -145,7 +145,6 @@ class Drafter(L.LightningModule):
             output.supervised,
             chained=self.chained,
             num_tokens=batch.token_ids.numel(),
-            dpace=self.objective.weighting == "dpace",
         )
 
         def summands(blocks: slice, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -7,6 +7,7 @@ tile by tile of rows that stay in a CPU's cache. Softmaxes in fp32, at temperatu
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log
 
 import torch
 from torch import Tensor
@@ -156,12 +157,13 @@ def _measure(
     p = None
     if target is not None and wanted & _OF_TARGET:
         p, log_p, entropy = _target_tile(*target)
-        found |= _of_target(q, z, log_sum, p, log_p, entropy, wanted)
+        logs = None if log_p is None else _Logs.of(z.float() - log_sum[:, None], log_p)
+        found |= _of_target(q, z, log_sum, p, logs, entropy, wanted)
         soft += weights.get("soft_ce", 0.0) + weights.get("kl", 0.0)
         if "lk" in weights:
-            soft += weights["lk"] * torch.exp(-3.0 * (1.0 - found["tv"]))
+            soft += weights["lk"] * found["share_of_kl"]
         if gradient:
-            field = _field(q, z, log_sum, p, log_p, found, weights)
+            field = _field(q, p, logs, found, weights)
     if gradient:
         slope = (hard + soft)[:, None]
         if field is not None:
@@ -176,15 +178,29 @@ def _measure(
     return {name: found[name] for name in (*wanted, "probability")}
 
 
+@dataclass(frozen=True, slots=True)
+class _Logs:
+    """log q, log p and log m, m = (p + q) / 2, each [n, V_d]: for the terms that need them all over the vocabulary."""
+
+    q: Tensor
+    p: Tensor
+    m: Tensor
+
+    @classmethod
+    def of(cls, log_q: Tensor, log_p: Tensor) -> "_Logs":
+        return cls(log_q, log_p, torch.logaddexp(log_p, log_q) - log(2.0))
+
+
 def _of_target(
     q: Tensor,
     z: Tensor,
     log_sum: Tensor,
     p: Tensor,
-    log_p: Tensor | None,
+    logs: _Logs | None,
     entropy: Tensor | None,
     wanted: frozenset[str],
 ) -> dict[str, Tensor]:
+    """The terms that compare q with p, [n] each, and what their gradients need of them."""
     found = {}
     if wanted & {"tv", "l1", "lk"}:
         found["tv"] = 0.5 * torch.linalg.vector_norm(q - p, ord=1, dim=-1)
@@ -198,22 +214,18 @@ def _of_target(
         if entropy is not None:
             found["kl"] = found["soft_ce"] - entropy
     if "lk" in wanted:
-        weight = torch.exp(-3.0 * (1.0 - found["tv"]))
-        found["lk"] = weight * found["kl"] + (1.0 - weight) * found["tv"]
-    if log_p is not None:
-        log_q = z.float() - log_sum[:, None]
-        found["reverse_kl"] = _rowdot(q, log_q - log_p)
-        log_m = torch.logaddexp(log_p, log_q) - torch.tensor(2.0).log()
-        found["js"] = 0.5 * (_rowdot(p, log_p - log_m) + _rowdot(q, log_q - log_m))
+        found["share_of_kl"] = torch.exp(-3.0 * (1.0 - found["tv"]))
+        found["lk"] = found["share_of_kl"] * found["kl"] + (1.0 - found["share_of_kl"]) * found["tv"]
+    if logs is not None:
+        found["reverse_kl"] = _rowdot(q, logs.q - logs.p)
+        found["js"] = 0.5 * (_rowdot(p, logs.p - logs.m) + _rowdot(q, logs.q - logs.m))
     return found
 
 
 def _field(
     q: Tensor,
-    z: Tensor,
-    log_sum: Tensor,
     p: Tensor,
-    log_p: Tensor | None,
+    logs: _Logs | None,
     found: Mapping[str, Tensor],
     weights: Mapping[str, float],
 ) -> Tensor | None:
@@ -221,21 +233,19 @@ def _field(
     field = None
     by_distance = weights.get("tv", 0.0) + 2.0 * weights.get("l1", 0.0)
     if by_distance or "lk" in weights:
-        slope = torch.full_like(log_sum, by_distance)
+        slope = torch.full_like(found["tv"], by_distance)
         if "lk" in weights:
-            slope += weights["lk"] * (1.0 - torch.exp(-3.0 * (1.0 - found["tv"])))
+            slope += weights["lk"] * (1.0 - found["share_of_kl"])
         field = torch.sub(q, p).sign_().mul_(0.5 * slope[:, None])
     if "nla" in weights:
         acceptance = found["acceptance"]
         slope = weights["nla"] * (acceptance > _SMALLEST_ACCEPTANCE) / acceptance.clamp(min=_SMALLEST_ACCEPTANCE)
         below = (q < p) * -slope[:, None]
         field = below if field is None else field.add_(below)
-    if log_p is not None:
-        log_q = z.float() - log_sum[:, None]
-        own = weights.get("reverse_kl", 0.0) * (log_q - log_p)
+    if logs is not None:
+        own = weights.get("reverse_kl", 0.0) * (logs.q - logs.p)
         if "js" in weights:
-            log_m = torch.logaddexp(log_p, log_q) - torch.tensor(2.0).log()
-            own = own + 0.5 * weights["js"] * (log_q - log_m)
+            own = own + 0.5 * weights["js"] * (logs.q - logs.m)
         field = own if field is None else field.add_(own)
     return field
 

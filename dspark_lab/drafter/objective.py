@@ -124,18 +124,18 @@ def dpace(probability: Tensor, supervised: Tensor, *, floor: float) -> Tensor:
 
 
 def normalisation(
-    normalizer: Normalizer, decays: Tensor, supervised: Tensor, *, chained: bool, num_tokens: int, dpace: bool
+    normalizer: Normalizer, decays: Tensor, supervised: Tensor, *, chained: bool, num_tokens: int
 ) -> tuple[Tensor, Tensor]:
     """(factor of each slot's weight [S] or [], denominator []).
 
-    ``decays`` [S], ``supervised`` [A, S]; ``chained``: slots are steps of a chain, each of which is a loss of its own for
-    the peers; ``num_tokens`` of the batch, padding included. With a peer's normalizer the denominator is 1 and the
-    division is in the factor.
+    ``decays`` [S], ones for D-PACE; ``supervised`` [A, S]; ``chained``: slots are steps of a chain, each of which is a loss
+    of its own for the peers; ``num_tokens`` of the batch, padding included. With a peer's normalizer the denominator is
+    1 and the division is in the factor.
     """
     one = decays.new_ones(())
     counts = supervised.sum(0)
     if normalizer == "global":
-        return one, (counts if dpace else decays * counts).sum().to(decays.dtype)
+        return one, (decays * counts).sum()
     if normalizer == "speculators":
         return 1.0 / ((counts if chained else counts.sum()) + 1e-5), one
     return 1.0 / (one * num_tokens if chained else (decays * counts).sum() + 1e-6), one

@@ -46,11 +46,12 @@ def test_dpace_counts_a_label_outside_the_draft_vocabulary_as_hopeless():
 
 
 def test_normalisers():
-    decays = torch.tensor([1.0, 0.5])
+    halving = objective(weighting="geometric", decay=0.5)
     supervised = torch.tensor([[True, True], [True, False], [False, False]])
 
     def of(normalizer, *, chained, dpace=False):
-        factor, denominator = normalisation(normalizer, decays, supervised, chained=chained, num_tokens=40, dpace=dpace)
+        decays = (objective(weighting="dpace", decay=0.5) if dpace else halving).decays(2)
+        factor, denominator = normalisation(normalizer, decays, supervised, chained=chained, num_tokens=40)
         return factor.tolist(), float(denominator)
 
     for chained in (True, False):
