@@ -70,11 +70,15 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """``timing`` is None with fewer than two prompts (the first warms up); ``mismatches`` is None unless greedy."""
+    """``timing`` is None with fewer than two prompts (the first warms up); ``mismatches`` is None unless greedy.
+
+    ``plain_token_ids``: what plain decoding wrote for each prompt.
+    """
 
     traces: tuple[Trace, ...]
     timing: Timing | None
     mismatches: tuple[Mismatch, ...] | None
+    plain_token_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def mismatch_rate(self) -> float | None:
@@ -123,7 +127,7 @@ def evaluate_decode(
             generator=prompt_generator(seed, prompt.id, device),
         )
 
-    traces, timings, mismatches = [], [], []
+    traces, timings, mismatches, texts = [], [], [], []
     for index, prompt in enumerate(progress(prompts, "decode")):
         # Each goes first every other time: neither is always the one that finds warm caches.
         if index % 2 == 0:
@@ -133,6 +137,7 @@ def evaluate_decode(
             own, own_s = _timed(plain, prompt)
             ours, ours_s = _timed(speculative, prompt)
         traces.append(Trace(prompt.id, prompt.domain, ours.steps, len(ours.token_ids)))
+        texts.append(own.token_ids)
         if index > 0:
             timings.append(PromptTiming(prompt.id, ours_s, len(ours.token_ids), own_s, len(own.token_ids)))
         if ours.token_ids != own.token_ids:
@@ -141,6 +146,7 @@ def evaluate_decode(
         traces=tuple(traces),
         timing=Timing(tuple(timings)) if timings else None,
         mismatches=tuple(mismatches) if sampling.greedy else None,
+        plain_token_ids=tuple(texts),
     )
 
 

@@ -25,10 +25,7 @@ def evaluate(parts: Parts) -> Outcome:
     prompts = parts.tokenized["evaluation"]
     setting = {
         "benchmark": parts.benchmark.name,
-        "temperature": recipe.sampling.temperature,
-        "top_k": recipe.sampling.top_k,
-        "top_p": recipe.sampling.top_p,
-        "max_new_tokens": recipe.sampling.max_new_tokens,
+        **asdict(recipe.sampling),
         "num_draft_tokens": num_draft_tokens,
         "engine": parts.info.choices["engine"],
         "checkpoint": checkpoint,

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
@@ -24,11 +23,9 @@ from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
 from dspark_lab.checkpoint.warm_start import load_weights
 from dspark_lab.cluster.services import Role
 from dspark_lab.cluster.vllm import VllmServer
-from dspark_lab.decoding.loop import Decoded, plain_decode, speculative_decode
-from dspark_lab.decoding.sampling import prompt_generator
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.evaluation.acceptance import acceptance_metrics
-from dspark_lab.evaluation.decode import prompt_only
+from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode, prompt_only
 from dspark_lab.evaluation.engine import ARGUMENTS, Served, serve_prompts
 from dspark_lab.evaluation.gate import Agreement, compare, mismatches
 from dspark_lab.pipeline.distributed import Outcome
@@ -36,6 +33,7 @@ from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console, track
 from dspark_lab.records import Metric, TokenizedConversation, Trace
 from dspark_lab.report.vocabulary import metric
+from dspark_lab.target.precision import resolve_device
 
 INTERPRETED = "Triton's kernels were interpreted on the CPU"
 
@@ -58,15 +56,15 @@ def serve(parts: Parts) -> Outcome:
     checkpoint, recipe = read_checkpoint(str(folder)), parts.serving
     num_draft_tokens = recipe.num_draft_tokens or checkpoint.description.num_draft_tokens
     prompts = [prompt_only(conversation) for conversation in parts.tokenized["evaluation"][: recipe.num_prompts]]
-    ours, plain = decode_here(parts, checkpoint, prompts, num_draft_tokens)
+    decoded = decode_here(parts, checkpoint, prompts, num_draft_tokens)
+    ours = decoded.traces
 
-    interpret = not torch.cuda.is_available() and needs_newer_runner(
-        checkpoint.description.algorithm, checkpoint.description.options
-    )
-    if not torch.cuda.is_available():
-        for fault in cpu_faults(checkpoint.description.algorithm, checkpoint.description.options):
-            console.print(f"[yellow]serve: {fault}[/yellow]")
-    with start_engine(parts, checkpoint, prompts, num_draft_tokens, interpret=interpret) as server:
+    algorithm, options = checkpoint.description.algorithm, checkpoint.description.options
+    on_cpu = resolve_device("auto").type == "cpu"
+    interpret = on_cpu and needs_newer_runner(algorithm, options)
+    for fault in cpu_faults(algorithm, options) if on_cpu else ():
+        console.print(f"[yellow]serve: {fault}[/yellow]")
+    with start_engine(parts, checkpoint, prompts, num_draft_tokens, on_cpu=on_cpu, interpret=interpret) as server:
         if not server.version.startswith(VLLM_VERSION):
             console.print(f"[yellow]serve: vLLM {server.version}; {VLLM_VERSION} is the one that was tested[/yellow]")
         served = serve_prompts(
@@ -80,12 +78,14 @@ def serve(parts: Parts) -> Outcome:
         )
     theirs = [answer.trace(prompt) for answer, prompt in zip(served.answers, prompts, strict=True)]
     agreement = compare(ours, theirs, seed=parts.evaluation.seed)
-    different = mismatches(plain, [answer.token_ids for answer in served.answers]) if plain else None
+    different = None
+    if parts.evaluation.sampling.greedy:
+        different = mismatches(decoded.plain_token_ids, [answer.token_ids for answer in served.answers])
     setting = {
-        **{key: getattr(parts.evaluation.sampling, key) for key in ("temperature", "top_k", "top_p", "max_new_tokens")},
+        **asdict(parts.evaluation.sampling),
         "benchmark": parts.benchmark.name,
         "num_draft_tokens": num_draft_tokens,
-        "engine": f"vllm{'' if torch.cuda.is_available() else '-cpu'} {server.version}",
+        "engine": f"vllm{'-cpu' if on_cpu else ''} {server.version}",
         "dtype": engine_dtype(parts),
         "concurrency": recipe.concurrency,
     }
@@ -111,30 +111,20 @@ def serve(parts: Parts) -> Outcome:
 
 def decode_here(
     parts: Parts, checkpoint: Checkpoint, prompts: Sequence[TokenizedConversation], num_draft_tokens: int
-) -> tuple[list[Trace], list[tuple[int, ...]]]:
-    """Traces of our loop with the exported weights, drafted as in the engine, and (if greedy) the target's own answers."""
+) -> DecodeResult:
+    """Our loop with the exported weights, drafted as in the engine."""
     drafter: Drafter = parts.drafter
     load_weights(drafter, checkpoint)
-    drafter.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    device = parts.target.head().lm_head.device
-    recipe = parts.evaluation
-    how: dict[str, Any] = {"sampling": recipe.sampling, "eos_token_ids": parts.target.spec.eos_token_ids}
-    traces, plain = [], []
-    for prompt in track(prompts, "decode", total=len(prompts)):
-        token_ids = prompt.token_ids.to(device)
-        decoded: Decoded = speculative_decode(
-            parts.target.verifier(),
-            drafter,
-            token_ids,
-            num_draft_tokens=num_draft_tokens,
-            generator=prompt_generator(recipe.seed, prompt.id, device),
-            draft_greedily=True,
-            **how,
-        )
-        traces.append(Trace(prompt.id, prompt.domain, decoded.steps, len(decoded.token_ids)))
-        if recipe.sampling.greedy:
-            plain.append(plain_decode(parts.target.verifier(), token_ids, **how).token_ids)
-    return traces, plain
+    return evaluate_decode(
+        parts.target,
+        drafter.to(resolve_device("auto")).eval(),
+        prompts,
+        sampling=parts.evaluation.sampling,
+        num_draft_tokens=num_draft_tokens,
+        seed=parts.evaluation.seed,
+        draft_greedily=True,
+        progress=track,
+    )
 
 
 def start_engine(
@@ -143,6 +133,7 @@ def start_engine(
     prompts: Sequence[TokenizedConversation],
     num_draft_tokens: int,
     *,
+    on_cpu: bool,
     interpret: bool,
 ) -> VllmServer:
     """vLLM with the run's target and the drafter in ``checkpoint.source``."""
@@ -167,7 +158,7 @@ def start_engine(
         folder=parts.run.directory / "logs",
         model=str(parts.target.resolved.folder),
         arguments=arguments,
-        on_cpu=not torch.cuda.is_available(),
+        on_cpu=on_cpu,
         interpret=interpret,
         role=role,
         deadline_s=recipe.deadline_s,

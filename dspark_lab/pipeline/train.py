@@ -17,6 +17,7 @@ from dspark_lab.progress import console
 from dspark_lab.report.lightning_logger import JsonLinesLogger
 from dspark_lab.report.metrics_log import read_metrics
 from dspark_lab.report.vocabulary import metric
+from dspark_lab.target.precision import resolve_device
 from dspark_lab.training.accounting import Accounting, StepProgress
 from dspark_lab.training.checkpoints import NEWEST_FIRST, checkpoint_step, first_whole
 from dspark_lab.training.guards import SpikeGuard, StopOnNonFiniteLoss
@@ -115,8 +116,7 @@ def trained(parts: Parts) -> tuple[Drafter, str]:
         raise ValueError(
             f"{parts.run.checkpoints} holds no checkpoint: add train to stages, or name one with drafter.from_pretrained"
         )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return parts.drafter.to(device).eval(), name
+    return parts.drafter.to(resolve_device("auto")).eval(), name
 
 
 def whole_checkpoint(parts: Parts, names: Sequence[str]) -> Path | None:
