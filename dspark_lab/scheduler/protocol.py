@@ -1,0 +1,29 @@
+"""Who decides how many of a request's draft tokens are verified in the next step."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from dspark_lab.hardware.protocol import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What else the coming step holds. ``num_context_tokens``: sum of the decoding requests' lengths."""
+
+    num_requests: int
+    num_prefill_tokens: int = 0
+    num_context_tokens: int = 0
+
+
+class VerifyScheduler(Protocol):
+    """``draft_lengths`` of requests in the order of their rows.
+
+    ``confidence`` [R, K] is conditional, in [0, 1]: probability that slot k is accepted given that those before it were
+    (a drafter without a confidence head gives None). Returned are R integers in 0..K; of a request's drafted tokens
+    always a prefix is verified. ``knows_acceptance`` asks the caller for the truth as confidence: 1 where the slot will be
+    accepted, else 0 (upper bounds alone).
+    """
+
+    knows_acceptance: bool
+
+    def draft_lengths(self, confidence: Floats | None, load: Load, *, num_draft_tokens: int) -> Ints: ...
