@@ -1,6 +1,5 @@
 """What we write, Speculators 0.9.0's own classes load: the same weights, bit by bit, and the same logits."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,6 +9,7 @@ import torch
 from tiny_target import write_target
 from tiny_world import ALL, VOCABULARIES, assert_close, build, document, loss_of, pack
 from torch import Tensor, nn
+from with_peer import needs_peer, peer
 
 from dspark_lab.checkpoint.description import describe
 from dspark_lab.checkpoint.export import write_folder
@@ -20,22 +20,13 @@ from dspark_lab.drafter.base import Drafter
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.eagle3 import Eagle3
 
-try:
-    with warnings.catch_warnings():  # importing them compiles a function, which uses deprecated torch.jit
-        warnings.simplefilter("ignore")
-        import speculators_peer as peer
-        from speculators.config import SpeculatorModelConfig
-        from speculators.model import SpeculatorModel
-        from speculators.models.dflash import core as dflash_core
-        from speculators.models.dspark import core as dspark_core
-        from speculators.models.eagle3 import core as eagle3_core
-except ImportError:
-    peer: Any = None
-pytestmark = [
-    pytest.mark.peer,
-    pytest.mark.skipif(peer is None, reason="speculators is not installed: make test-services"),
-    pytest.mark.filterwarnings("ignore"),  # theirs, about their own configs
-]
+if peer is not None:
+    from speculators.config import SpeculatorModelConfig
+    from speculators.model import SpeculatorModel
+    from speculators.models.dflash import core as dflash_core
+    from speculators.models.dspark import core as dspark_core
+    from speculators.models.eagle3 import core as eagle3_core
+pytestmark = [*needs_peer, pytest.mark.filterwarnings("ignore")]  # theirs, about their own configs
 
 WINDOW = {"tokens": 4, "origin": "anchor", "causal": True, "full_layers": ()}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

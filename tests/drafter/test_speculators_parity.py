@@ -3,31 +3,20 @@
 Weights are random and the same, anchors ours, noise off, fp32, ``loss.normalizer=speculators supervision=speculators``.
 """
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from tiny_world import ALL, VOCABULARIES, assert_close, build, document, loss_of, pack
 from torch import Tensor
+from with_peer import needs_peer, peer
 
 from dspark_lab.drafter.base import Drafter, DraftOutput
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.divergences import TERMS
 from dspark_lab.drafter.eagle3 import Eagle3
 
-try:
-    with (
-        warnings.catch_warnings()
-    ):  # importing them compiles a function, and torch's compiler uses deprecated torch.jit
-        warnings.simplefilter("ignore")
-        import speculators_peer as peer
-except ImportError:
-    peer: Any = None
-pytestmark = [
-    pytest.mark.peer,
-    pytest.mark.skipif(peer is None, reason="speculators is not installed: make test-services"),
-]
+pytestmark = needs_peer
 
 # Documents begin with prompts, as real ones do; masks have gaps, the row ends in padding.
 MASKS = ("0000110111", "000011", "0000", "000001111111101", "00001")

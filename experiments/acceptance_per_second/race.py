@@ -1,0 +1,166 @@
+"""Acceptance over CPU time and over tokens: our training and Speculators', same drafter, rows, anchors and AdamW.
+
+    python -m dspark_lab +experiment=demo 'stages=[regenerate,capture]' data.train.num_prompts=651 data.validation.num_prompts=40
+    python experiments/acceptance_per_second/race.py --side ours --drafter dspark --out race.jsonl
+    python experiments/acceptance_per_second/race.py --side speculators --drafter dspark --out race.jsonl
+
+Speculators' drafter learns under its own default loss, ours under ours (``loss=paper``). Both are measured by the same
+function, our replay of held-out answers, with the weights in our classes. Measuring is not counted as training time.
+Further arguments are overrides of the config, e.g. ``optimizer=muon drafter.num_anchors=96``.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import speculators_peer as peer
+import torch
+from hydra import compose, initialize_config_dir
+from lightning import seed_everything
+from torch import Tensor, nn
+
+from dspark_lab.__main__ import config_folder
+from dspark_lab.data.datamodule import Collation, RowSampler, StoredRows
+from dspark_lab.drafter.base import Drafter
+from dspark_lab.drafter.block import BlockDrafter
+from dspark_lab.drafter.eagle3 import Eagle3
+from dspark_lab.evaluation.acceptance import acceptance_length, conditional_acceptance_rates
+from dspark_lab.evaluation.replay import evaluate_replay
+from dspark_lab.pipeline.parts import Parts
+from dspark_lab.records import Batch, Sampling, TargetSample
+
+DATA = ["+experiment=demo", "data.train.num_prompts=651", "data.validation.num_prompts=40"]
+Loss = Callable[[Batch, list[TargetSample]], Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is trained; ``drafter`` is what is measured, after its weights were brought up to date by ``publish``."""
+
+    module: nn.Module
+    drafter: Drafter
+    loss: Loss
+    publish: Callable[[], None]
+
+
+def parts_of(name: str, side: str, overrides: list[str], seed: int) -> Parts:
+    """``loss`` decides the supervision, so Speculators' side needs its own."""
+    loss = ["loss=speculators"] if side == "speculators" else []
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = compose("config", [*DATA, f"drafter={name}", f"seed={seed}", *loss, *overrides])
+    info: Any = SimpleNamespace(choices={"store": "disk", "engine": "huggingface"})
+    nowhere: Any = None
+    seed_everything(seed, verbose=False)
+    return Parts(config, nowhere, info, nowhere)
+
+
+def ours(parts: Parts) -> Trained:
+    drafter = parts.drafter.train()
+    return Trained(drafter, drafter, lambda batch, samples: drafter.loss(drafter(batch), batch).total, lambda: None)
+
+
+def speculators(parts: Parts) -> Trained:
+    drafter, row_tokens = parts.drafter, parts.corpus.row_tokens
+    model = peer.peer_of(drafter)
+
+    def loss(batch: Batch, samples: list[TargetSample]) -> Tensor:
+        if isinstance(drafter, Eagle3):
+            return peer.run_chains(model, drafter, samples, row_tokens)[0]
+        assert isinstance(drafter, BlockDrafter)
+        return peer.run_blocks(model, drafter, batch)[0]
+
+    def publish() -> None:
+        theirs = model.state_dict()
+        drafter.load_state_dict({name: theirs[name] for name in drafter.state_dict()})
+
+    return Trained(model, drafter, loss, publish)
+
+
+def rows(parts: Parts) -> Iterator[tuple[Batch, list[TargetSample]]]:
+    """One row after the other, epoch after epoch."""
+    data = parts.datamodule
+    sampler = RowSampler(data.train_lengths, row_tokens=data.row_tokens, rows_per_batch=1, seed=data.seed)
+    stored, collate = StoredRows(parts.store), Collation(data.row_tokens)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        for indices in sampler:
+            found = [stored[index] for index in indices]
+            yield collate(found), list(found[0][2])
+
+
+def measure(parts: Parts, drafter: Drafter, num_conversations: int) -> dict[str, Any]:
+    drafter.eval()
+    result = evaluate_replay(
+        drafter,
+        parts.store.get,
+        parts.tokenized["validation"][:num_conversations],
+        sampling=Sampling(),
+        num_draft_tokens=drafter.num_draft_tokens,
+        target_head=drafter.target_head,
+        eos_token_ids=drafter.target.eos_token_ids,
+        seed=0,
+    )
+    drafter.train()
+    first = float(conditional_acceptance_rates(result.traces)[0])
+    return {"acceptance_length": acceptance_length(result.traces), "first_slot": first}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--side", choices=("ours", "speculators"), required=True)
+    parser.add_argument("--drafter", choices=("eagle3", "dflash", "dspark"), required=True)
+    parser.add_argument("--label", help="of the curve; default: the side")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=300, help="of CPU time, measuring left out")
+    parser.add_argument("--every", type=float, default=60, help="seconds between measurements")
+    parser.add_argument("--conversations", type=int, default=20, help="that are replayed")
+    parser.add_argument("--lr", type=float, default=1e-3, help="after a warm-up of 20 steps")
+    parser.add_argument("--out", type=Path, required=True, help="a line is appended per measurement")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    parts = parts_of(arguments.drafter, arguments.side, arguments.overrides, arguments.seed)
+    trained = {"ours": ours, "speculators": speculators}[arguments.side](parts)
+    trainable = [parameter for parameter in trained.module.parameters() if parameter.requires_grad]
+    optimizer = trained.drafter.recipe.optimizer.build(trained.module)
+    assert parts.datamodule.train_lengths  # reads what it needs of the target, which is then let go
+    parts.release()
+
+    used_s = next_s = 0.0
+    num_tokens = 0
+    for step, (batch, samples) in enumerate(rows(parts)):
+        if used_s >= next_s:
+            trained.publish()
+            line = {
+                "label": arguments.label or arguments.side,
+                "drafter": arguments.drafter,
+                "seed": arguments.seed,
+                "cpu_s": used_s,
+                "tokens": num_tokens,
+                "steps": step,
+                **measure(parts, trained.drafter, arguments.conversations),
+            }
+            print(json.dumps(line), flush=True)
+            with arguments.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            next_s += arguments.every
+        if used_s >= arguments.seconds:
+            break
+        started = time.process_time()
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.lr * min(1.0, (step + 1) / 20)
+        trained.loss(batch, samples).backward()
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        used_s += time.process_time() - started
+        num_tokens += batch.num_tokens
+
+
+if __name__ == "__main__":
+    main()
