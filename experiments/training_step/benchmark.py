@@ -1,10 +1,12 @@
 """Time and memory of a training step beside Speculators' for the same work: weights, rows, anchors, loss, threads, AdamW.
 
-    python experiments/training_step/benchmark.py --table            # every shape and drafter, README's table
+    python experiments/training_step/benchmark.py --shapes table     # README's first table
+    python experiments/training_step/benchmark.py --shapes growth    # longer rows, more anchors; ours alone
+    python experiments/training_step/benchmark.py --shapes gpu       # on CUDA, in bf16: `make gpu-check`
     python experiments/training_step/benchmark.py --drafter dspark --row 512 --anchors 64 --rounds 5
 
-Time: one process alternates the two sides. Memory: a fresh process for each side, peak resident memory less what was
-resident after imports and the construction of model and batch.
+Time: one process alternates the two sides. Memory: a fresh process for each side, peak resident memory (on CUDA: allocated)
+less what was there after imports and the construction of model and batch.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,13 @@ from dspark_lab.records import Batch, TargetSample, TargetSpec
 from dspark_lab.target.protocol import TargetHead
 
 DRAFTERS = ("eagle3", "dflash", "dspark")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}  # of the losses' ratio
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
@@ -60,13 +69,25 @@ TABLE = [
     Shape(**SMALL, row=row, anchors=anchors, draft_vocabulary=draft)
     for row, anchors, draft in itertools.product((512, 2048), (64, 256), (49152, 8192))
 ] + [Shape(**LARGE, row=2048, anchors=128, draft_vocabulary=151936)]
+GROWTH = [
+    *(
+        Shape(**SMALL, row=row, anchors=64, draft_vocabulary=8192, window=2048)
+        for row in (512, 1024, 2048, 4096, 8192, 16384)
+    ),
+    *(Shape(**SMALL, row=2048, anchors=anchors, draft_vocabulary=8192, window=2048) for anchors in (32, 64, 128, 256)),
+]
+GPU = [
+    Shape(hidden=4096, vocabulary=151936, heads=32, key_heads=8, row=8192, anchors=1024, draft_vocabulary=draft)
+    for draft in (151936, 32768)
+]
+SHAPES = {"table": TABLE, "growth": GROWTH, "gpu": GPU}
 
 
 def target_of(shape: Shape) -> TargetSpec:
     return TargetSpec(
         name="random", model="random", revision="0", fingerprint="0", template_hash="0", architecture="random",
         hidden_size=shape.hidden, intermediate_size=shape.hidden * 8 // 3 // 64 * 64, num_layers=30,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads, head_dim=64,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads, head_dim=shape.hidden // shape.heads,
         vocab_size=shape.vocabulary, rms_norm_eps=1e-5, max_position_embeddings=65536,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, layer_ids=(2, 15, 27), mask_token_id=16,
         eos_token_ids=(2,),
@@ -97,7 +118,7 @@ def drafter_of(name: str, shape: Shape, *, chunk: int) -> Drafter:
     return build(config, "drafter", without=("from_pretrained",), borrowed=borrowed, recipe=recipe).train()
 
 
-def samples_of(shape: Shape) -> list[TargetSample]:
+def samples_of(shape: Shape, *, device: str = DEVICE) -> list[TargetSample]:
     """Documents of 256 tokens (the last one shorter): a prompt of a quarter, then the answer."""
     generator = torch.Generator().manual_seed(1)
     samples = []
@@ -105,18 +126,19 @@ def samples_of(shape: Shape) -> list[TargetSample]:
         length = min(256, shape.row - start)
         samples.append(
             TargetSample(
-                token_ids=torch.randint(20, shape.vocabulary, (length,), generator=generator),
-                loss_mask=torch.arange(length) >= length // 4,
-                hidden_states=torch.randn(length, 3, shape.hidden, generator=generator),
-                last_hidden_state=torch.randn(length, shape.hidden, generator=generator),
+                token_ids=torch.randint(20, shape.vocabulary, (length,), generator=generator).to(device),
+                loss_mask=(torch.arange(length) >= length // 4).to(device),
+                hidden_states=torch.randn(length, 3, shape.hidden, generator=generator).to(device),
+                last_hidden_state=torch.randn(length, shape.hidden, generator=generator).to(device),
             )
         )
     return samples
 
 
 def batch_of(shape: Shape) -> Batch:
-    samples = samples_of(shape)
-    return collate([(Row(0, tuple(map(str, range(len(samples))))), samples)], row_tokens=shape.row, epoch=0)
+    samples = samples_of(shape, device="cpu")
+    row = Row(0, tuple(map(str, range(len(samples)))))
+    return collate([(row, samples)], row_tokens=shape.row, epoch=0).to(DEVICE)
 
 
 Side = Callable[[], float]
@@ -127,7 +149,7 @@ def side(which: str, name: str, shape: Shape, *, precision: str, chunk: int) -> 
     with warnings.catch_warnings():  # both sides import the same: what a first step would import late is not its memory
         warnings.simplefilter("ignore")
         import speculators_peer as peer
-    drafter, batch = drafter_of(name, shape, chunk=chunk), batch_of(shape)
+    drafter, batch = drafter_of(name, shape, chunk=chunk).to(DEVICE), batch_of(shape)
     if which == "ours":
         module: nn.Module = drafter
 
@@ -146,19 +168,22 @@ def side(which: str, name: str, shape: Shape, *, precision: str, chunk: int) -> 
     optimizer = torch.optim.AdamW((p for p in module.parameters() if p.requires_grad), lr=0.0)
 
     def step() -> float:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):
             loss = loss_of()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        synchronize()
         return float(loss.detach())
 
     return step
 
 
-def measure_time(name: str, shape: Shape, *, precision: str, rounds: int, chunk: int) -> dict[str, Any]:
-    """Seconds of each side, the median of the ratios, and both losses. The first round warms up."""
-    sides = {which: side(which, name, shape, precision=precision, chunk=chunk) for which in ("ours", "speculators")}
+def measure_time(
+    which_sides: Sequence[str], name: str, shape: Shape, *, precision: str, rounds: int, chunk: int
+) -> dict[str, Any]:
+    """Seconds of each side, the median of the ratios, and the losses. The first round warms up."""
+    sides = {which: side(which, name, shape, precision=precision, chunk=chunk) for which in which_sides}
     times: dict[str, list[float]] = {which: [] for which in sides}
     losses = {}
     for _ in range(rounds + 1):
@@ -166,18 +191,23 @@ def measure_time(name: str, shape: Shape, *, precision: str, rounds: int, chunk:
             started = time.perf_counter()
             losses[which] = step()
             times[which].append(time.perf_counter() - started)
-    ours, theirs = times["ours"][1:], times["speculators"][1:]
-    return {
-        "ours_s": statistics.median(ours),
-        "speculators_s": statistics.median(theirs),
-        "ratio": statistics.median(a / b for a, b in zip(ours, theirs, strict=True)),
-        "losses": losses,
-    }
+    found = {f"{which}_s": statistics.median(seconds[1:]) for which, seconds in times.items()}
+    if "speculators" in times:
+        pairs = zip(times["ours"][1:], times["speculators"][1:], strict=True)
+        found["ratio"] = statistics.median(ours / theirs for ours, theirs in pairs)
+    return {**found, "losses": losses}
 
 
 def measure_memory(which: str, name: str, shape: Shape, *, precision: str, chunk: int) -> dict[str, float]:
     """Bytes of two steps in this process: peak above what was resident when they began, and in all."""
     step = side(which, name, shape, precision=precision, chunk=chunk)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for _ in range(2):
+            step()
+        peak = torch.cuda.max_memory_allocated()
+        return {"step_bytes": peak - before, "total_bytes": peak}
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
     before = resident_bytes("VmRSS")
     for _ in range(2):
@@ -205,7 +235,7 @@ def matmul_flops(name: str, shape: Shape) -> float:
     Over the row: ``fc``, keys and values of the context. Over the predicting slots: the layers; draft logits forward and
     their gradient to the states (the matrices are frozen); DSpark's W2 both ways. Target logits: once per token.
     """
-    drafter, batch = drafter_of(name, shape, chunk=256), batch_of(shape)
+    drafter, batch = drafter_of(name, shape, chunk=256).to(DEVICE), batch_of(shape)
     with torch.no_grad():
         output = drafter(batch)
     slots = output.hidden.shape[0] * output.hidden.shape[1]
@@ -220,31 +250,35 @@ def matmul_flops(name: str, shape: Shape) -> float:
 
 def matmul_rate(precision: str) -> float:
     """FLOP/s of one large product, the best of five."""
-    a, b = (torch.randn(2048, 2048, dtype=torch.bfloat16 if precision == "bf16" else torch.float32) for _ in "ab")
+    size, dtype = 8192 if DEVICE == "cuda" else 2048, torch.bfloat16 if precision == "bf16" else torch.float32
+    a, b = (torch.randn(size, size, dtype=dtype, device=DEVICE) for _ in "ab")
     times = []
     for _ in range(5):
+        synchronize()
         started = time.perf_counter()
         torch.mm(a, b)
+        synchronize()
         times.append(time.perf_counter() - started)
-    return 2 * 2048**3 / min(times)
+    return 2 * size**3 / min(times)
 
 
 def rows_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    shapes = TABLE if arguments.table else [arguments.shape]
+    shapes = SHAPES[arguments.shapes] if arguments.shapes else [arguments.shape]
     names = DRAFTERS if arguments.drafter is None else (arguments.drafter,)
+    sides = ("ours",) if arguments.shapes == "growth" else ("ours", "speculators")
     for shape, name in itertools.product(shapes, names):
-        if name == "eagle3" and arguments.table and shape.anchors != 64 and shape.hidden == SMALL["hidden"]:
+        if name == "eagle3" and arguments.shapes and shape.anchors != 64 and shape.hidden == SMALL["hidden"]:
             continue  # EAGLE-3 has no anchors
         how = {"precision": arguments.precision, "chunk": arguments.chunk}
-        found = measure_time(name, shape, rounds=arguments.rounds, **how)
+        found = measure_time(sides, name, shape, rounds=arguments.rounds, **how)
         floor = matmul_flops(name, shape) / matmul_rate(arguments.precision)
-        memory = {which: in_own_process(which, name, shape, arguments) for which in ("ours", "speculators")}
+        memory = {which: in_own_process(which, name, shape, arguments) for which in sides}
         yield {"shape": shape, "drafter": name, "floor_s": floor, "memory": memory, **found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="all shapes of the README")
+    parser.add_argument("--shapes", choices=SHAPES, help="a set of them, instead of one")
     parser.add_argument("--drafter", choices=DRAFTERS)
     parser.add_argument("--row", type=int, default=512)
     parser.add_argument("--anchors", type=int, default=64)
@@ -252,9 +286,10 @@ def main() -> None:
     parser.add_argument(
         "--shape", type=lambda text: Shape(**json.loads(text)), help="as JSON, instead of the three above"
     )
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16" if DEVICE == "cuda" else "fp32")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--chunk", type=int, default=256, help="drafter.head_chunk_tokens")
+    chunk = 4096 if DEVICE == "cuda" else 256
+    parser.add_argument("--chunk", type=int, default=chunk, help=f"drafter.head_chunk_tokens ({chunk})")
     parser.add_argument("--memory-of", choices=("ours", "speculators"), help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="append a line per measurement")
     arguments = parser.parse_args()
@@ -268,11 +303,16 @@ def main() -> None:
     header += ["ours, MiB", "Speculators, MiB", "ratio"]
     print(f"| {' | '.join(header)} |\n|---|---|{'--:|' * 8}", flush=True)
     for row in rows_of(arguments):
-        ours, theirs = (row["memory"][which]["step_bytes"] / 2**20 for which in ("ours", "speculators"))
-        numbers = [row["ours_s"], row["speculators_s"], row["ratio"], row["floor_s"], row["ours_s"] / row["floor_s"]]
-        cells = [str(row["shape"]), row["drafter"], *(f"{number:.2f}" for number in numbers)]
-        print(f"| {' | '.join([*cells, f'{ours:.0f}', f'{theirs:.0f}', f'{ours / theirs:.2f}'])} |", flush=True)
-        assert abs(row["losses"]["ours"] / row["losses"]["speculators"] - 1) < 1e-3, row["losses"]
+        mib = {which: memory["step_bytes"] / 2**20 for which, memory in row["memory"].items()}
+        ours_s, ours, theirs = row["ours_s"], mib["ours"], mib.get("speculators")
+        cells = [ours_s, row.get("speculators_s"), row.get("ratio"), row["floor_s"], ours_s / row["floor_s"]]
+        shown = ["-" if cell is None else f"{cell:.2f}" for cell in cells]
+        shown += [f"{ours:.0f}", *(["-", "-"] if theirs is None else [f"{theirs:.0f}", f"{ours / theirs:.2f}"])]
+        print(f"| {' | '.join([str(row['shape']), row['drafter'], *shown])} |", flush=True)
+        losses = row["losses"]
+        assert abs(losses["ours"] / losses.get("speculators", losses["ours"]) - 1) < TOLERANCE[arguments.precision], (
+            losses
+        )
         if arguments.json:
             with arguments.json.open("a") as file:
                 file.write(json.dumps({**row, "shape": asdict(row["shape"])}) + "\n")

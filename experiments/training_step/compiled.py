@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from benchmark import DRAFTERS, SMALL, Shape, batch_of, drafter_of
+from benchmark import DEVICE, DRAFTERS, SMALL, Shape, batch_of, drafter_of
 
 from dspark_lab.drafter.base import DraftOutput
 
@@ -34,7 +34,7 @@ def main() -> None:
     shape = Shape(**SMALL, row=arguments.row, anchors=arguments.anchors, draft_vocabulary=8192)
     print("| drafter | eager, CPU s | compiled, CPU s | first compiled pass, s |\n|---|--:|--:|--:|")
     for name in DRAFTERS:
-        drafter, batch = drafter_of(name, shape, chunk=256), batch_of(shape)
+        drafter, batch = drafter_of(name, shape, chunk=256).to(DEVICE), batch_of(shape)
         eager = best_cpu_s(drafter.forward, batch, rounds=arguments.rounds)
         compiled = torch.compile(drafter.forward, dynamic=True)
         started = time.perf_counter()

@@ -1,8 +1,10 @@
 """Acceptance over CPU time and over tokens: our training and Speculators', same drafter, rows, anchors and AdamW.
 
-    python -m dspark_lab +experiment=demo 'stages=[regenerate,capture]' data.train.num_prompts=651 data.validation.num_prompts=40
-    python experiments/acceptance_per_second/race.py --side ours --drafter dspark --out race.jsonl
-    python experiments/acceptance_per_second/race.py --side speculators --drafter dspark --out race.jsonl
+    python -m dspark_lab +experiment=demo 'stages=[regenerate,capture]' \\
+        data.train.num_prompts=651 data.validation.num_prompts=40
+    export OMP_NUM_THREADS=1
+    python experiments/training_step/race.py --side ours --drafter dspark --out race.jsonl
+    python experiments/training_step/race.py --side speculators --drafter dspark --out race.jsonl
 
 Speculators' drafter learns under its own default loss, ours under ours (``loss=paper``). Both are measured by the same
 function, our replay of held-out answers, with the weights in our classes. Measuring is not counted as training time.
@@ -14,7 +16,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,9 +62,30 @@ def parts_of(name: str, side: str, overrides: list[str], seed: int) -> Parts:
     return Parts(config, nowhere, info, nowhere)
 
 
+def start(parts: Parts, kind: str) -> None:
+    """``select``: fc hands on the newest captured state alone. ``layers``: that, and the target's last layers."""
+    drafter = parts.drafter
+    assert isinstance(drafter, BlockDrafter)
+    size, num_layers = drafter.target.hidden_size, len(drafter.layers)
+    with torch.no_grad():
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, -size:] = torch.eye(size)
+        if kind == "layers":
+            last: Any = parts.target.model.model.layers[-num_layers:]  # pyright: ignore
+            for layer, source in zip(drafter.layers, last, strict=True):
+                layer.load_state_dict(source.state_dict(), strict=False)
+            drafter.hidden_norm.weight.copy_(last[0].input_layernorm.weight)
+
+
 def ours(parts: Parts) -> Trained:
     drafter = parts.drafter.train()
     return Trained(drafter, drafter, lambda batch, samples: drafter.loss(drafter(batch), batch).total, lambda: None)
+
+
+def in_fp32(states: Any) -> Any:
+    return replace(
+        states, hidden_states=states.hidden_states.float(), last_hidden_state=states.last_hidden_state.float()
+    )
 
 
 def speculators(parts: Parts) -> Trained:
@@ -70,6 +93,7 @@ def speculators(parts: Parts) -> Trained:
     model = peer.peer_of(drafter)
 
     def loss(batch: Batch, samples: list[TargetSample]) -> Tensor:
+        batch, *samples = (in_fp32(each) for each in (batch, *samples))  # states are stored in bf16
         if isinstance(drafter, Eagle3):
             return peer.run_chains(model, drafter, samples, row_tokens)[0]
         assert isinstance(drafter, BlockDrafter)
@@ -116,6 +140,7 @@ def main() -> None:
     parser.add_argument("--side", choices=("ours", "speculators"), required=True)
     parser.add_argument("--drafter", choices=("eagle3", "dflash", "dspark"), required=True)
     parser.add_argument("--label", help="of the curve; default: the side")
+    parser.add_argument("--start", choices=("random", "select", "layers"), default="random")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=300, help="of CPU time, measuring left out")
     parser.add_argument("--every", type=float, default=60, help="seconds between measurements")
@@ -125,6 +150,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     parts = parts_of(arguments.drafter, arguments.side, arguments.overrides, arguments.seed)
+    if arguments.start != "random":
+        start(parts, arguments.start)
     trained = {"ours": ours, "speculators": speculators}[arguments.side](parts)
     trainable = [parameter for parameter in trained.module.parameters() if parameter.requires_grad]
     optimizer = trained.drafter.recipe.optimizer.build(trained.module)
