@@ -165,7 +165,12 @@ def side(which: str, name: str, shape: Shape, *, precision: str, chunk: int) -> 
             assert isinstance(drafter, BlockDrafter)
             return peer.run_blocks(module, drafter, batch)[0]
 
-    optimizer = torch.optim.AdamW((p for p in module.parameters() if p.requires_grad), lr=0.0)
+    if which == "ours":
+        optimizer = drafter.recipe.optimizer.build(drafter)
+    else:  # as its trainer builds it
+        optimizer = torch.optim.AdamW(p for p in module.parameters() if p.requires_grad)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # every round is the same step
 
     def step() -> float:
         with torch.autocast(DEVICE, torch.bfloat16, enabled=precision == "bf16"):

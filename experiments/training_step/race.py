@@ -6,8 +6,9 @@
     python experiments/training_step/race.py --side ours --drafter dspark --out race.jsonl
     python experiments/training_step/race.py --side speculators --drafter dspark --out race.jsonl
 
-Speculators' drafter learns under its own default loss, ours under ours (``loss=paper``). Both are measured by the same
-function, our replay of held-out answers, with the weights in our classes. Measuring is not counted as training time.
+Speculators' drafter learns under its own default loss, ours under ours (``loss=paper``). Both are measured with the weights
+in our classes: the estimate of training (drafter's and target's arg-max, on held-out rows), and at the end by replay of
+held-out answers. Measuring is not counted as training time.
 Further arguments are overrides of the config, e.g. ``optimizer=muon drafter.num_anchors=96``.
 """
 
@@ -25,19 +26,23 @@ import speculators_peer as peer
 import torch
 from hydra import compose, initialize_config_dir
 from lightning import seed_everything
+from omegaconf import DictConfig
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from dspark_lab.__main__ import config_folder
 from dspark_lab.data.datamodule import Collation, RowSampler, StoredRows
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.eagle3 import Eagle3
-from dspark_lab.evaluation.acceptance import acceptance_length, conditional_acceptance_rates
-from dspark_lab.evaluation.replay import evaluate_replay
+from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate, acceptance_length
+from dspark_lab.evaluation.replay import ReplayResult, evaluate_replay
+from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.records import Batch, Sampling, TargetSample
 
 DATA = ["+experiment=demo", "data.train.num_prompts=651", "data.validation.num_prompts=40"]
+VALIDATION_ANCHORS = 256  # of a row: more than training draws, for a quieter curve
 Loss = Callable[[Batch, list[TargetSample]], Tensor]
 
 
@@ -51,11 +56,15 @@ class Trained:
     publish: Callable[[], None]
 
 
+def config_of(overrides: list[str]) -> DictConfig:
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        return compose("config", [*DATA, *overrides])
+
+
 def parts_of(name: str, side: str, overrides: list[str], seed: int) -> Parts:
     """``loss`` decides the supervision, so Speculators' side needs its own."""
     loss = ["loss=speculators"] if side == "speculators" else []
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        config = compose("config", [*DATA, f"drafter={name}", f"seed={seed}", *loss, *overrides])
+    config = config_of([f"drafter={name}", f"seed={seed}", *loss, *overrides])
     info: Any = SimpleNamespace(choices={"store": "disk", "engine": "huggingface"})
     nowhere: Any = None
     seed_everything(seed, verbose=False)
@@ -118,21 +127,51 @@ def rows(parts: Parts) -> Iterator[tuple[Batch, list[TargetSample]]]:
             yield collate(found), list(found[0][2])
 
 
-def measure(parts: Parts, drafter: Drafter, num_conversations: int) -> dict[str, Any]:
-    drafter.eval()
-    result = evaluate_replay(
-        drafter,
-        parts.store.get,
-        parts.tokenized["validation"][:num_conversations],
-        sampling=Sampling(),
-        num_draft_tokens=drafter.num_draft_tokens,
-        target_head=drafter.target_head,
-        eos_token_ids=drafter.target.eos_token_ids,
-        seed=0,
-    )
-    drafter.train()
-    first = float(conditional_acceptance_rates(result.traces)[0])
-    return {"acceptance_length": acceptance_length(result.traces), "first_slot": first}
+class Measure:
+    """Held-out acceptance, by one definition for both sides: slots and anchors as ``loss=paper`` has them."""
+
+    def __init__(self, parts: Parts) -> None:
+        data = parts.datamodule
+        self.parts = parts
+        self.paper = build(config_of([]), "loss")
+        sampler = RowSampler(data.validation_lengths, row_tokens=data.row_tokens, rows_per_batch=1, seed=0)
+        self.batches = [
+            Collation(data.row_tokens)([StoredRows(parts.store)[i] for i in indices]) for indices in sampler
+        ]
+
+    def __call__(self, drafter: Drafter, *, num_replayed: int) -> dict[str, float]:
+        drafter.eval()
+        trained_by, drafter.recipe = drafter.recipe, replace(drafter.recipe, loss=self.paper)
+        num_anchors = getattr(drafter, "num_anchors", 0)
+        if isinstance(drafter, BlockDrafter):
+            drafter.num_anchors = VALIDATION_ANCHORS
+        estimate, first = AcceptanceLengthEstimate(), MeanMetric()
+        with torch.no_grad():
+            for batch in self.batches:
+                output = drafter(batch)
+                agreement = drafter.agreement(output)
+                estimate.update(agreement, output.supervised)
+                first.update(agreement[:, 0][output.supervised[:, 0]].float())
+        found = {"estimate": float(estimate.compute()), "first_slot": float(first.compute())}
+        if num_replayed:
+            found["replayed"] = acceptance_length(self.replay(drafter, num_replayed).traces)
+        drafter.recipe = trained_by
+        if isinstance(drafter, BlockDrafter):
+            drafter.num_anchors = num_anchors
+        drafter.train()
+        return found
+
+    def replay(self, drafter: Drafter, num_conversations: int) -> ReplayResult:
+        return evaluate_replay(
+            drafter,
+            self.parts.store.get,
+            self.parts.tokenized["validation"][:num_conversations],
+            sampling=Sampling(),
+            num_draft_tokens=drafter.num_draft_tokens,
+            target_head=drafter.target_head,
+            eos_token_ids=drafter.target.eos_token_ids,
+            seed=0,
+        )
 
 
 def main() -> None:
@@ -142,9 +181,9 @@ def main() -> None:
     parser.add_argument("--label", help="of the curve; default: the side")
     parser.add_argument("--start", choices=("random", "select", "layers"), default="random")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=300, help="of CPU time, measuring left out")
-    parser.add_argument("--every", type=float, default=60, help="seconds between measurements")
-    parser.add_argument("--conversations", type=int, default=20, help="that are replayed")
+    parser.add_argument("--seconds", type=float, default=180, help="of CPU time, measuring left out")
+    parser.add_argument("--every", type=float, default=30, help="seconds between measurements")
+    parser.add_argument("--replayed", type=int, default=20, help="conversations, at the end")
     parser.add_argument("--lr", type=float, default=1e-3, help="after a warm-up of 20 steps")
     parser.add_argument("--out", type=Path, required=True, help="a line is appended per measurement")
     parser.add_argument("overrides", nargs="*")
@@ -155,7 +194,7 @@ def main() -> None:
     trained = {"ours": ours, "speculators": speculators}[arguments.side](parts)
     trainable = [parameter for parameter in trained.module.parameters() if parameter.requires_grad]
     optimizer = trained.drafter.recipe.optimizer.build(trained.module)
-    assert parts.datamodule.train_lengths  # reads what it needs of the target, which is then let go
+    measure = Measure(parts)
     parts.release()
 
     used_s = next_s = 0.0
@@ -170,7 +209,7 @@ def main() -> None:
                 "cpu_s": used_s,
                 "tokens": num_tokens,
                 "steps": step,
-                **measure(parts, trained.drafter, arguments.conversations),
+                **measure(trained.drafter, num_replayed=arguments.replayed if used_s >= arguments.seconds else 0),
             }
             print(json.dumps(line), flush=True)
             with arguments.out.open("a") as file:
