@@ -16,8 +16,7 @@ from mooncake.store import ReplicateConfig  # pyright: ignore[reportMissingImpor
 class HiddenStatesConnector(MooncakeHiddenStatesConnector):
     """Refuses an engine whose cache does not hold the asked number of layers.
 
-    A request whose states are not finite, or that fails otherwise, has an error marker in the payload's place. One with
-    ``kv_transfer_params={"capture": false}``, which only wants text, leaves no payload.
+    A request whose states are not finite, or that fails otherwise, has an error marker in the payload's place.
     """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -34,12 +33,6 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
                 f"hidden size = {self._block_size} x {self._num_hidden_states} x {self._hidden_size}): it captures other "
                 "layers than eagle_aux_hidden_state_layer_ids of --speculative-config."
             )
-
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if (request.kv_transfer_params or {}).get("capture", True):
-            return super().request_finished(request, block_ids)
-        self._request_keys.pop(request.request_id, None)
-        return True, None  # freed when the worker reports it: it does of every request, and an unknown one ends vLLM
 
     def _ensure_store(self) -> None:
         first = not self._store_ready

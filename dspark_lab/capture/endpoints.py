@@ -41,6 +41,14 @@ class RefusedError(EndpointError):
     """A server says that the request itself is wrong: no other one is asked."""
 
 
+class ServerFailure(EndpointError):
+    """One server did not do what it should. ``busy``: it only asks for patience; ``gone``: nobody listens there."""
+
+    def __init__(self, told: str, *, busy: bool = False, gone: bool = False) -> None:
+        super().__init__(told)
+        self.busy, self.gone = busy, gone
+
+
 class NotAdmittedError(EndpointError):
     """Raised by an admission: the server runs, but is not the one that is wanted."""
 
@@ -63,12 +71,34 @@ class Endpoint:
     probe_at: float = 0.0
     last_turn: int = 0
 
+    def post(
+        self, path: str, body: Mapping[str, Any], *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Any:
+        """JSON in (the server's name of the model is added), JSON out.
+
+        Raises:
+            RefusedError: the server found fault with the request.
+            ServerFailure: everything else that can go wrong.
+        """
+        try:
+            told = {"model": self.model, **body}
+            return post_json(f"{self.url}{path}", told, timeout_s=timeout_s, headers=headers)
+        except urllib.error.HTTPError as error:
+            words = f"{error}: {error.read().decode(errors='replace')}"
+            if error.code < 500 and error.code not in RETRIED:
+                raise RefusedError(f"{self.url} refused {path}: {words}") from error
+            raise ServerFailure(f"{self.url}: {words}", busy=error.code == BUSY) from error
+        # An answer that breaks off, or is no JSON, is the server's failure too.
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise ServerFailure(f"{self.url}: {error!r}", gone=_nobody_listens(error)) from error
+
     @property
     def accepts(self) -> bool:
         return self.usable and not self.draining and not (self.trial and self.under_way)
 
     def __str__(self) -> str:
-        return f"{self.url}: {self.refusal or self.trouble}"
+        told = self.refusal or self.trouble
+        return told if told.startswith(self.url) else f"{self.url}: {told}"
 
 
 class EndpointPool:
@@ -118,19 +148,10 @@ class EndpointPool:
         for attempt in range(NUM_TRIES):
             endpoint = last = self._lease(last)
             try:
-                told = {"model": endpoint.model, **body}
-                reply = post_json(f"{endpoint.url}{path}", told, timeout_s=timeout_s, headers=headers)
-            except urllib.error.HTTPError as error:
-                words = f"{error}: {error.read().decode(errors='replace')}"
-                if error.code < 500 and error.code not in RETRIED:
-                    self._return(endpoint)
-                    raise RefusedError(f"{endpoint.url} refused {path}: {words}") from error
-                self._return(endpoint, "" if error.code == BUSY else words)
-                failed.append(f"{endpoint.url}: {words}")
-            # An answer that breaks off, or is no JSON, is the server's failure too.
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                self._return(endpoint, repr(error), gone=_nobody_listens(error))
-                failed.append(f"{endpoint.url}: {error!r}")
+                reply = endpoint.post(path, body, timeout_s=timeout_s, headers=headers)
+            except ServerFailure as error:
+                self._return(endpoint, error)
+                failed.append(str(error))
             except BaseException:
                 self._return(endpoint)
                 raise
@@ -192,16 +213,16 @@ class EndpointPool:
             endpoint.under_way += 1
             return endpoint
 
-    def _return(self, endpoint: Endpoint, trouble: str = "", *, gone: bool = False) -> None:
-        """A request is over, with ``trouble`` if the server failed; ``gone``: nobody listens there."""
+    def _return(self, endpoint: Endpoint, failure: ServerFailure | None = None) -> None:
+        """A request is over."""
         with self._changed:
             endpoint.under_way -= 1
-            if not trouble:
+            if failure is None or failure.busy:
                 endpoint.failures, endpoint.trial, endpoint.cool_off_s = 0, False, 0.0
             else:
                 endpoint.failures += 1
-                if endpoint.usable and (gone or endpoint.trial or endpoint.failures >= FAILURES_TO_OPEN):
-                    self._open(endpoint, trouble)
+                if endpoint.usable and (failure.gone or endpoint.trial or endpoint.failures >= FAILURES_TO_OPEN):
+                    self._open(endpoint, str(failure))
             self._forget_drained(endpoint)
             self._changed.notify_all()
 

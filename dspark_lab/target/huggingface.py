@@ -1,7 +1,7 @@
 """A Hugging Face causal language model in this process."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,11 @@ class HuggingFaceTarget:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self.resolved.folder)
+
+    @property
+    def events(self) -> Mapping[str, int]:
+        """Nothing befalls a target in this process that is worth counting."""
+        return {}
 
     @property
     def spec(self) -> TargetSpec:

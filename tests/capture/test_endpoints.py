@@ -64,9 +64,7 @@ def test_the_least_busy_server_gets_the_request() -> None:
         assert slow.most_under_way <= 3  # while the quick one has work too
 
 
-@pytest.mark.parametrize(
-    "fault", [500, 503, 408, b"no JSON"], ids=["500", "503", "408", "no JSON"]
-)
+@pytest.mark.parametrize("fault", [500, 503, 408, b"no JSON"], ids=["500", "503", "408", "no JSON"])
 def test_a_request_goes_on_to_another_server(fault: int | bytes) -> None:
     with small_servers(2) as (bad, good), pool_of([bad, good]) as pool:
         eventually(lambda: len(pool.usable) == 2)
@@ -149,7 +147,9 @@ def test_no_server_within_the_patience() -> None:
     server = SmallServer()
     with (
         pool_of([server], patience_s=0.3) as pool,
-        pytest.raises(EndpointError, match=r"no usable server \(none within 0\.3 s\): http://.*does not answer /health"),
+        pytest.raises(
+            EndpointError, match=r"no usable server \(none within 0\.3 s\): http://.*does not answer /health"
+        ),
     ):
         ask(pool)
 

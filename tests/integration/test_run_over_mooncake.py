@@ -51,7 +51,7 @@ def test_the_run_is_the_one_from_memory(tmp_path: Path) -> None:
     ):
         place = (f"store.master_address={master.address}", f"store.admin_url={master.admin_url}")
         refused = run(tmp_path / "mooncake", "store=mooncake", *place, "data.num_workers=1")
-        assert "data.num_workers=1 with store=mooncake" in refused.stdout + refused.stderr
+        assert "data.num_workers>0 with store=mooncake" in refused.stdout + refused.stderr
         done = run(tmp_path / "mooncake", "store=mooncake", *place, "data.num_workers=0")
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         names = object_names(master.admin_url, prefix="smoke-")
