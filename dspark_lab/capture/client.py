@@ -122,7 +122,7 @@ class CaptureClient:
         return sample
 
     def ask(self, conversation: TokenizedConversation, **further: Any) -> Mapping[str, Any]:
-        """A capturing server's reply, with ``further`` fields of the request; ``kv_transfer_params`` describe the payload."""
+        """A server's reply to ``further`` fields of the request too; its ``kv_transfer_params`` describe the payload."""
         body = {"prompt": conversation.token_ids.tolist(), "max_tokens": 1, "temperature": 0, **further}
         owner = f"{self.namespace}--{self.generation}--{uuid.uuid4().hex}"
         try:

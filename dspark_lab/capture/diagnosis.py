@@ -110,7 +110,7 @@ def _unlike_logits(last: Tensor, seen: Observation, head: TargetHead) -> str | N
 
 
 def _is_normed(last: Tensor, head: TargetHead) -> bool:
-    """Whether all rows, divided by the norm's weight, have length sqrt(H). Logits may not tell: twice normed is once normed."""
+    """Whether all rows, divided by the norm's weight, have length sqrt(H). Logits need not tell that."""
     scaled = last / head.norm_weight.to(last.device).float().clamp_min(1e-6)
     return bool(((scaled.square().mean(-1).sqrt() - 1).abs() < 0.02).all())
 
@@ -120,7 +120,8 @@ def _unlike_itself(every: Tensor, together: TargetSample, tolerance: float) -> s
     bad = (_row_errors(again, every) > tolerance).any(-1)
     if not bad.any():
         return None
-    return f"captured again, among others, {int(bad.sum())} of {len(bad)} tokens have other states. Likely cause: {_where(bad)}"
+    count = f"{int(bad.sum())} of {len(bad)}"
+    return f"captured again, among others, {count} tokens have other states. Likely cause: {_where(bad)}"
 
 
 def _where(bad: Tensor) -> str:

@@ -43,7 +43,7 @@ class Probe:
         self.references = [every_state(target, prompt.token_ids) if recipe.forward else None for prompt in prompts]
 
     def examine(self, client: CaptureClient) -> None:
-        """Capture every prompt alone, then all at once. Raises NotAdmittedError with the first fault and its likely cause."""
+        """Capture every prompt alone, then all at once. Raises NotAdmittedError with the first fault and its cause."""
         try:
             seen = self._observe(client)
         except (CaptureError, NonFiniteSampleError) as error:

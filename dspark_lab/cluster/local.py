@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -85,7 +85,9 @@ class EngineRecipe:
 
 
 class LocalCluster:
-    """``mooncake_master``, one segment and one vLLM server, which answers or captures. ``close`` ends them; so does the end of this process.
+    """``mooncake_master``, one segment and one vLLM server, which answers or captures.
+
+    ``close`` ends them; so does the end of this process.
 
     Args:
         folder: Of their logs.

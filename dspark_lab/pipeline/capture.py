@@ -45,7 +45,7 @@ def capture(parts: Parts) -> Outcome:
         "cannot be masked with this template": len(parts.unmaskable),
     }
     events = {"captured": len(missing), "already in the store": len(wanted) - len(missing)}
-    events |= parts.target.events
+    events |= parts.target.take_events()
     if num_split:
         events["further samples of conversations split by turn"] = num_split
     cards = source_cards(parts.corpus.train, parts.splits.train, parts.tokenized["train"])

@@ -70,8 +70,9 @@ class Parts:
     @cached_property
     def cluster(self) -> Cluster:
         """The run's services; none runs before it is needed."""
-        local = self.info.choices["cluster"] == "local"
-        return build(self.config, "cluster", **({"folder": self.run.directory / "logs"} if local else {}))
+        if self.info.choices["cluster"] == "none":
+            return build(self.config, "cluster")
+        return build(self.config, "cluster", folder=self.run.directory / "logs")
 
     @cached_property
     def target(self) -> Target:

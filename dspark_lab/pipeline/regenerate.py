@@ -34,7 +34,7 @@ def regenerate(parts: Parts) -> Outcome:
     if lengths:
         events["stopped by max_new_tokens"] = lengths
     events["regenerated"] = len(missing)
-    events |= parts.target.events
+    events |= parts.target.take_events()
     dropped = {**parts.splits.dropped, **parts.screened.dropped}
     num_in = len(assigned) + sum(parts.splits.dropped.values())
     return {"num_in": num_in, "num_out": len(conversations), "dropped": dropped, "events": events}, metrics

@@ -109,11 +109,6 @@ class HuggingFaceTarget:
         return AutoTokenizer.from_pretrained(self.resolved.folder)
 
     @property
-    def events(self) -> Mapping[str, int]:
-        """Nothing befalls a target in this process that is worth counting."""
-        return {}
-
-    @property
     def spec(self) -> TargetSpec:
         """Read from config and tokenizer; no weights."""
         return self._spec
@@ -203,6 +198,10 @@ class HuggingFaceTarget:
             states, last = recorded.take(self.spec.layer_ids)
             for row, conversation in enumerate(batch):
                 yield conversation.key, _sample(conversation, states[row], last[row])
+
+    def take_events(self) -> Mapping[str, int]:
+        """Nothing befalls a target in this process that is worth counting."""
+        return {}
 
     def _refuse_too_long(self, conversation_id: str, num_tokens: int) -> None:
         limit = self.spec.max_position_embeddings

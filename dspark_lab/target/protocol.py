@@ -88,9 +88,8 @@ class Target(Protocol):
         """Of head and decoding."""
         ...
 
-    @property
-    def events(self) -> Mapping[str, int]:
-        """What happened to the engine so far, by kind: what a stage's record tells."""
+    def take_events(self) -> Mapping[str, int]:
+        """What happened to the engine since this was last asked, by kind: what a stage's record tells."""
         ...
 
     def head(self) -> TargetHead: ...

@@ -95,10 +95,10 @@ class VllmTarget:
         """Of head and decoding."""
         return self.in_process.dtype
 
-    @property
-    def events(self) -> Mapping[str, int]:
-        """What happened to the servers so far, by kind."""
-        return dict(self._events)
+    def take_events(self) -> Mapping[str, int]:
+        """What happened to the servers since this was last asked, by kind."""
+        events, self._events = self._events, Counter()
+        return events
 
     def head(self) -> TargetHead:
         return self.in_process.head()
@@ -161,7 +161,7 @@ class VllmTarget:
 
     @contextmanager
     def capturing(self, conversations: Sequence[TokenizedConversation]) -> Iterator[CaptureClient]:
-        """A client of the servers that capture, each of which is probed with prompts out of ``conversations`` before it is used."""
+        """A client of the servers that capture; each is probed with some of ``conversations`` before it is used."""
         connection = self.cluster.mooncake()
         settings: dict[str, Any] = {
             "namespace": self.namespace,

@@ -1,4 +1,4 @@
-"""Stands in for a vLLM server where only starting and ending matter: /health and /version at --port, then its arguments told."""
+"""Stands in for a vLLM server where only starting and ending matter: its arguments told, /health and /version at --port."""
 
 import json
 import sys

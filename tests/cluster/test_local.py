@@ -29,7 +29,7 @@ def local_cluster(folder: Path, **engine: Any) -> LocalCluster:
         "command_prefix": PREFIX,
         "arguments": ("--more",),
         "visible_devices": "3",
-        "deadline_s": 30,
+        "deadline_s": 60,
     }
     return LocalCluster(
         folder=folder,

@@ -59,3 +59,11 @@ def test_the_run_is_the_one_from_memory(tmp_path: Path) -> None:
     reference = run(tmp_path / "memory", "store=memory", "data.num_workers=0")
     assert reference.returncode == 0, reference.stderr[-4000:]
     assert losses(tmp_path / "mooncake") == losses(tmp_path / "memory") != []
+
+    # The same by services of the run's own; then in two ranks, which join them.
+    own = run(tmp_path / "local", "store=mooncake", "cluster=local", "data.num_workers=0")
+    assert own.returncode == 0, own.stdout[-2000:] + own.stderr[-4000:]
+    assert losses(tmp_path / "local") == losses(tmp_path / "memory")
+    ranks = ("trainer.devices=2", "trainer.accelerator=cpu", "trainer.max_steps=4")
+    two = run(tmp_path / "ranks", "store=mooncake", "cluster=local", "data.num_workers=0", *ranks)
+    assert two.returncode == 0, two.stdout[-2000:] + two.stderr[-4000:]
