@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,8 +79,14 @@ def test_every_service_is_started_once_and_gone_with_the_run(done: Done) -> None
     assert sorted(path.name for path in (done.run_folder("vllm") / "logs").iterdir()) == [
         "mooncake_master.log", "mooncake_segment.log", "vllm.log",
     ]  # fmt: skip
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.is_dir()]
-    assert not [command for command in commands if b"mooncake.cli" in command or b"vllm.entrypoints" in command]
+    home = f"DSPARK_LAB_HOME={done.folder / 'home'}".encode()  # every child's own
+    assert not [pid for pid, environment in environments() if home in environment.split(b"\0")]
+
+
+def environments() -> Iterator[tuple[str, bytes]]:
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            yield path.parent.name, path.read_bytes()
 
 
 def test_the_stages_tell_what_happened(done: Done) -> None:
