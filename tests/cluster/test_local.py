@@ -108,6 +108,7 @@ def test_it_is_built_from_its_config(tmp_path: Path) -> None:
         build(config, "cluster", folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_no_orphan_of_the_whole_set_after_sigkill(tmp_path: Path) -> None:
     parent, told = start_parent("cluster", tmp_path)
     addresses, pids = told[:2], [int(pid) for pid in told[2:]]
