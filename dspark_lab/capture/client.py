@@ -44,6 +44,7 @@ class CaptureClient:
 
     Args:
         namespace: Who owns the payloads: unique to a run, of letters, digits, ``-`` and ``_``.
+        generation: That of the run's other clients; None starts a new one.
         endpoints: Who is asked.
         concurrency: Requests under way; so many payloads wait in Mooncake at most.
         timeout_s: For one request, and for its payload after that.
@@ -54,6 +55,7 @@ class CaptureClient:
         mooncake: MooncakeClient,
         *,
         namespace: str,
+        generation: str | None,
         endpoints: Poster,
         manifest: Manifest,
         concurrency: int,
@@ -64,7 +66,7 @@ class CaptureClient:
                 f"namespace={namespace!r}: use letters, digits, - and _ alone, as vLLM's request ids allow."
             )
         self.namespace = namespace
-        self.generation = uuid.uuid4().hex
+        self.generation = generation or uuid.uuid4().hex
         self.mooncake = mooncake
         self.endpoints = endpoints
         self.manifest = manifest

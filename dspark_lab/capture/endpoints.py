@@ -109,6 +109,7 @@ class EndpointPool:
             servers are probed and used, removed ones get no further request.
         admit: Called with a server whose ``/health`` is well before it is used, each time it comes back; raises
             NotAdmittedError with the reason against it.
+        check: Called now and then while a request waits; what it raises ends the wait.
         patience_s: How long a request waits for any server to be usable.
         probe_every_s: Between looks at the file and at servers that are not usable.
 
@@ -122,8 +123,10 @@ class EndpointPool:
         *,
         patience_s: float,
         admit: Callable[[Endpoint], None] = lambda endpoint: None,
+        check: Callable[[], None] = lambda: None,
         probe_every_s: float = 1.0,
     ) -> None:
+        self.check = check
         self.source, self.admit, self.patience_s, self.probe_every_s = source, admit, patience_s, probe_every_s
         self._events: Counter[str] = Counter()
         self._endpoints = {url: Endpoint(url) for url in read_endpoints(source)}
@@ -206,7 +209,8 @@ class EndpointPool:
                     told = "; ".join(map(str, listed)) or "none is listed"
                     waited = "closed" if self._closed.is_set() else f"none within {self.patience_s:g} s"
                     raise EndpointError(f"no usable server ({'none is admitted' if hopeless else waited}): {told}")
-                self._changed.wait(left)
+                self.check()
+                self._changed.wait(min(left, self.probe_every_s))
             endpoint = min(found, key=lambda endpoint: (endpoint.under_way, endpoint.last_turn))
             self._turns += 1
             endpoint.last_turn = self._turns

@@ -5,6 +5,7 @@ the target's head) and, where one was made, with a forward in this process. What
 (``diagnosis``).
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -20,6 +21,8 @@ from dspark_lab.records import TokenizedConversation
 from dspark_lab.store.protocol import NonFiniteSampleError
 from dspark_lab.target.anatomy import dissect, recording
 from dspark_lab.target.huggingface import HuggingFaceTarget
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,10 @@ class Probe:
     ) -> None:
         self.head = target.head()
         self.layer_ids, self.recipe, self.prompts = target.spec.layer_ids, recipe, prompts
+        if recipe.forward:
+            log.info("Probe: a forward of %d prompts in this process", len(prompts))
         self.references = [every_state(target, prompt.token_ids) if recipe.forward else None for prompt in prompts]
+        target.release()
 
     def examine(self, client: CaptureClient) -> None:
         """Capture every prompt alone, then all at once. Raises NotAdmittedError with the first fault and its cause."""

@@ -1,14 +1,13 @@
 """The services of a run on one machine: started when first needed, as children of this process, gone when it is."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment, Role
+from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment, Role, Service
 from dspark_lab.cluster.vllm import VllmServer, capture_arguments
 from dspark_lab.progress import console
 from dspark_lab.store.mooncake_connection import MooncakeConnection
@@ -26,6 +25,10 @@ class Cluster(Protocol):
         Without ``layer_ids`` they only answer: vLLM drafts while it captures, which costs speed and, on CPU, the right
         distribution of sampled tokens.
         """
+        ...
+
+    def check(self) -> None:
+        """Raises ServiceError when a service that was started here has ended."""
         ...
 
     def stop_engine(self) -> None:
@@ -49,6 +52,8 @@ class NoCluster:
         raise ValueError(
             f"no server of {model}: name some (engine.endpoints), or let this run start one (cluster=local)"
         )
+
+    def check(self) -> None: ...
 
     def stop_engine(self) -> None: ...
 
@@ -105,20 +110,19 @@ class LocalCluster:
         self._running: MooncakeConnection | None = None
         self._server: VllmServer | None = None
         self._captures: tuple[int, ...] = ()
-        self._services = ExitStack()
+        self._storage: list[Service] = []
 
     def mooncake(self) -> MooncakeConnection:
         if self._running is None:
             host, role = self._planned.local_hostname, self.storage.role
             console.print(f"cluster: starting Mooncake ({self.folder})")
-            master = self._services.enter_context(
-                MooncakeMaster(folder=self.folder, host=host, role=role, lease_s=self.storage.lease_s)
-            )
+            master = MooncakeMaster(folder=self.folder, host=host, role=role, lease_s=self.storage.lease_s)
+            self._storage.append(master)
             segment = MooncakeSegment(
                 master, folder=self.folder, num_bytes=self.storage.segment_bytes, host=host,
                 protocol=self._planned.protocol, rdma_devices=self._planned.rdma_devices, role=role,
             )  # fmt: skip
-            self._services.enter_context(segment)
+            self._storage.append(segment)
             self._running = replace(self._planned, master_address=master.address, admin_url=master.admin_url)
         return self._running
 
@@ -129,6 +133,10 @@ class LocalCluster:
             self._captures = tuple(layer_ids)
         return [self._server.url]
 
+    def check(self) -> None:
+        for service in (*self._storage, *([self._server] if self._server else [])):
+            service.check()
+
     def stop_engine(self) -> None:
         if self._server is not None:
             self._server.stop()
@@ -136,7 +144,8 @@ class LocalCluster:
 
     def close(self) -> None:
         self.stop_engine()
-        self._services.close()
+        while self._storage:
+            self._storage.pop().stop()
         self._running = None
 
     def _start(self, model: Path, layer_ids: tuple[int, ...], arguments: Sequence[str]) -> VllmServer:

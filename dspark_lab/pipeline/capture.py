@@ -29,7 +29,7 @@ def capture(parts: Parts) -> Outcome:
         for key, sample in track(parts.target.capture(missing), "capture", total=len(missing)):
             store.put(key, sample)
         store.sync()
-    parts.cluster.stop_engine()  # training needs its memory
+    parts.cluster.stop_engine()  # what comes next needs its memory
     supervised = sum(int(conversation.loss_mask.sum()) for conversation in wanted.values())
     metrics = [
         metric("num_conversations", len(wanted), origin="measured"),

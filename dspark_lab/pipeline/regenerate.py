@@ -29,6 +29,7 @@ def regenerate(parts: Parts) -> Outcome:
     if known:
         console.print(f"regenerate: {known} of {len(assigned)} answers are there already")
     metrics = _answer(parts, missing) + _overlap(parts)
+    parts.cluster.stop_engine()  # what comes next needs its memory
     conversations = [c for split in parts.conversations.values() for c in split]
     lengths = sum(c.finish == "length" for c in conversations)
     if lengths:

@@ -1,5 +1,6 @@
 """A Hugging Face causal language model in this process."""
 
+import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -198,6 +199,12 @@ class HuggingFaceTarget:
             states, last = recorded.take(self.spec.layer_ids)
             for row, conversation in enumerate(batch):
                 yield conversation.key, _sample(conversation, states[row], last[row])
+
+    def release(self) -> None:
+        """Let go of the network's memory; what needs it loads it again."""
+        self.__dict__.pop("model", None)
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def take_events(self) -> Mapping[str, int]:
         """Nothing befalls a target in this process that is worth counting."""

@@ -35,6 +35,8 @@ from dspark_lab.target.resolve import Resolved
 from dspark_lab.target.verifier import HuggingFaceVerifier
 from dspark_lab.validation import checked
 
+PROBE_TIMEOUT_S = 120.0  # a server that takes longer for a few short prompts is asked again later
+
 
 class VllmTarget:
     """Implements ``Target``.
@@ -165,6 +167,7 @@ class VllmTarget:
         connection = self.cluster.mooncake()
         settings: dict[str, Any] = {
             "namespace": self.namespace,
+            "generation": uuid.uuid4().hex,  # the probes' payloads are no orphans
             "manifest": Manifest.for_target(self.spec, engine="vllm", dtype=self.engine_dtype),
             "concurrency": self.concurrency,
             "timeout_s": self.timeout_s,
@@ -172,8 +175,9 @@ class VllmTarget:
         probe = Probe(self.in_process, choose_prompts(conversations, self.probe), self.probe)
 
         def admit(endpoint: Endpoint) -> None:
+            timeout_s = min(self.timeout_s, PROBE_TIMEOUT_S)
             with closing(MooncakeClient(**connection.of_client)) as mooncake:
-                probe.examine(CaptureClient(mooncake, endpoints=endpoint, **settings))
+                probe.examine(CaptureClient(mooncake, endpoints=endpoint, **{**settings, "timeout_s": timeout_s}))
 
         with closing(MooncakeClient(**connection.of_client)) as mooncake:
             layer_ids = (*self.spec.layer_ids, self.spec.num_layers)
@@ -191,7 +195,7 @@ class VllmTarget:
             source = self.cluster.engine(
                 self.resolved.folder, layer_ids=layer_ids, dtype=self.engine_dtype, max_tokens=limit
             )
-        with EndpointPool(source, patience_s=self.patience_s, admit=admit) as pool:
+        with EndpointPool(source, patience_s=self.patience_s, admit=admit, check=self.cluster.check) as pool:
             try:
                 yield pool
             finally:
@@ -204,10 +208,10 @@ class VllmTarget:
         sampled answers come out wrong.
         """
         body = {"prompt": [0], "max_tokens": 1, "temperature": 0}
-        owner = {
-            "X-Request-Id": f"{self.namespace}--admission--{uuid.uuid4().hex}"
-        }  # its payload is removed as an orphan
-        if endpoint.post("/v1/completions", body, timeout_s=self.timeout_s, headers=owner).get("kv_transfer_params"):
+        owner = f"{self.namespace}--admission--{uuid.uuid4().hex}"  # so that its payload is removed as an orphan
+        timeout_s = min(self.timeout_s, PROBE_TIMEOUT_S)
+        reply = endpoint.post("/v1/completions", body, timeout_s=timeout_s, headers={"X-Request-Id": owner})
+        if reply.get("kv_transfer_params"):
             raise NotAdmittedError(
                 "it captures hidden states, so it is not used to answer prompts: start one that does not"
             )

@@ -154,6 +154,20 @@ def test_no_server_within_the_patience() -> None:
         ask(pool)
 
 
+def test_what_makes_waiting_vain_ends_it() -> None:
+    """A server that this process has started does not come back."""
+
+    def check() -> None:
+        raise ChildProcessError("it has ended")
+
+    with small_servers(1) as (server,), pool_of([server], check=check, patience_s=60.0) as pool:
+        eventually(lambda: len(pool.usable) == 1)
+        ask(pool)  # as long as it works nobody is asked
+        server.stop()
+        with pytest.raises(ChildProcessError, match="it has ended"):
+            ask(pool)
+
+
 def test_every_try_fails() -> None:
     with small_servers(1) as (server,), pool_of([server]) as pool:
         server.answer = lambda body: 500

@@ -47,7 +47,12 @@ class Engine:
     client: "MooncakeClient"
 
     def capturing(self, **settings: Any) -> CaptureClient:
-        chosen = {"namespace": "run", "endpoints": Endpoint(self.server.url, MODEL), "manifest": MANIFEST}
+        chosen = {
+            "namespace": "run",
+            "generation": None,
+            "endpoints": Endpoint(self.server.url, MODEL),
+            "manifest": MANIFEST,
+        }
         return CaptureClient(self.client, **{**chosen, "concurrency": 4, "timeout_s": 60.0, **settings})
 
 

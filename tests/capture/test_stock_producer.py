@@ -77,7 +77,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Cap
         )  # fmt: skip
         stock = Stock(connection)
         client = CaptureClient(
-            MooncakeClient(**connection.of_client), namespace="run", endpoints=stock, manifest=MANIFEST, concurrency=2,
+            MooncakeClient(**connection.of_client), namespace="run", generation=None, endpoints=stock, manifest=MANIFEST,
+            concurrency=2,
             timeout_s=20.0,
         )  # fmt: skip
         yield stock, client, master.admin_url

@@ -1,8 +1,10 @@
 """The services of a run: started when needed, with what each is to know, and gone with it. Mooncake is real."""
 
 import os
+import re
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from test_services import eventually, listens, lives, needs_mooncake, start_pare
 
 from dspark_lab.__main__ import config_folder
 from dspark_lab.cluster.local import EngineRecipe, LocalCluster, MooncakeRecipe
-from dspark_lab.cluster.services import ServiceError
+from dspark_lab.cluster.services import Service, ServiceError
 from dspark_lab.nearby import answers
 from dspark_lab.pipeline.build import build
 from dspark_lab.store.mooncake_connection import MooncakeConnection
@@ -55,6 +57,7 @@ def test_each_service_starts_when_it_is_needed(tmp_path: Path) -> None:
     assert not listens(address(answering)) and listens(address(capturing))
     connection = cluster.mooncake()
     assert connection.master_address and connection.admin_url and answers(f"{connection.admin_url}/health")
+    cluster.check()
     cluster.stop_engine()
     assert not listens(address(capturing)) and listens(connection.master_address)
     cluster.close()
@@ -96,6 +99,32 @@ def test_a_server_that_does_not_start_tells_why(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match=r"No such file.*'/no/such/python'"):
         cluster.engine(Path("/m"), layer_ids=(), **ASKED)
     cluster.close()
+
+
+def test_a_service_that_ends_by_itself_is_told(tmp_path: Path) -> None:
+    cluster = local_cluster(tmp_path)
+    try:
+        cluster.engine(Path("/m"), layer_ids=(), **ASKED)
+        assert cluster._server
+        kill(cluster._server)
+        assert eventually(lambda: raises(cluster.check, r"vllm has ended with status 137.*Last lines of"))
+    finally:
+        cluster.close()
+
+
+def raises(call: Callable[[], None], says: str) -> bool:
+    try:
+        call()
+    except ServiceError as error:
+        return re.search(says, str(error)) is not None
+    return False
+
+
+def kill(service: Service) -> None:
+    """SIGKILL to the server itself; its watcher lives on."""
+    watcher = service._process.pid
+    (server,) = Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split()
+    os.kill(int(server), signal.SIGKILL)
 
 
 def test_it_is_built_from_its_config(tmp_path: Path) -> None:
