@@ -61,6 +61,7 @@ class Endpoint:
     model: str = ""
     under_way: int = 0
     usable: bool = False
+    admitted: bool = False  # at any time
     trial: bool = False
     draining: bool = False
     probing: bool = False
@@ -133,6 +134,7 @@ class EndpointPool:
         self._changed = threading.Condition()
         self._closed = threading.Event()
         self._turns = 0
+        self._list_trouble = ""  # what was last told of it
         self._probers = ThreadPoolExecutor(NUM_PROBERS, "probe")
         self._watcher = threading.Thread(target=self._watch, name="endpoints", daemon=True)
         self._watcher.start()
@@ -255,7 +257,6 @@ class EndpointPool:
             self._closed.wait(self.probe_every_s)
 
     def _probe(self, endpoint: Endpoint) -> None:
-        returning = bool(endpoint.model)
         trouble = refusal = ""
         try:
             if answers(f"{endpoint.url}/health"):
@@ -263,7 +264,7 @@ class EndpointPool:
                 self.admit(endpoint)
             else:
                 trouble = "does not answer /health"
-        except NotAdmittedError as error:
+        except (NotAdmittedError, RefusedError) as error:
             refusal = str(error)
         except Exception as error:  # a server may answer anything; whatever it is, it is not usable yet
             trouble = repr(error)
@@ -271,8 +272,8 @@ class EndpointPool:
             endpoint.probing, endpoint.refusal = False, refusal
             endpoint.usable = not (trouble or refusal)
             if endpoint.usable:
-                endpoint.failures, endpoint.trial = 0, returning
-                self._count("servers back" if returning else "servers admitted")
+                self._count("servers back" if endpoint.admitted else "servers admitted")
+                endpoint.failures, endpoint.trial, endpoint.admitted = 0, endpoint.admitted, True
                 log.info("Using the server %s", endpoint.url)
             else:
                 if refusal:
@@ -286,8 +287,11 @@ class EndpointPool:
         try:
             listed = read_endpoints(self.source)
         except ValueError as error:
-            log.warning("%s The servers stay as they were.", error)
+            if str(error) != self._list_trouble:
+                log.warning("%s The servers stay as they were.", error)
+            self._list_trouble = str(error)
             return
+        self._list_trouble = ""
         with self._changed:
             for url in listed:
                 known = self._endpoints.get(url)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dspark_lab.capture.client import CaptureClient, CaptureError
 from dspark_lab.capture.diagnosis import Observation, find_fault
-from dspark_lab.capture.endpoints import NotAdmittedError
+from dspark_lab.capture.endpoints import NotAdmittedError, ServerFailure
 from dspark_lab.records import TokenizedConversation
 from dspark_lab.store.protocol import NonFiniteSampleError
 from dspark_lab.target.anatomy import dissect, recording
@@ -49,11 +49,18 @@ class Probe:
         target.release()
 
     def examine(self, client: CaptureClient) -> None:
-        """Capture every prompt alone, then all at once. Raises NotAdmittedError with the first fault and its cause."""
+        """Capture every prompt alone, then all at once.
+
+        Raises:
+            NotAdmittedError: the first fault and its likely cause.
+            ServerFailure: the server does not answer.
+        """
         try:
             seen = self._observe(client)
         except (CaptureError, NonFiniteSampleError) as error:
-            raise NotAdmittedError(str(error)) from error
+            if isinstance(error.__cause__, ServerFailure):  # it is gone again: no verdict
+                raise error.__cause__ from None
+            raise NotAdmittedError(f"probe: {error}") from error
         for observation, reference in zip(seen, self.references, strict=True):
             fault = find_fault(
                 observation,

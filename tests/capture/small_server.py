@@ -59,6 +59,7 @@ class SmallServer:
 
         self._server = ThreadingHTTPServer((LOOPBACK, self.port), Handler)
         self._server.daemon_threads = True
+        self._server.handle_error = lambda *_: None  # clients that have given up
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 

@@ -19,6 +19,7 @@ from dspark_lab.capture.endpoints import (
     EndpointPool,
     NotAdmittedError,
     RefusedError,
+    ServerFailure,
     read_endpoints,
 )
 
@@ -193,6 +194,18 @@ def test_who_is_not_admitted_is_not_used() -> None:
             ask(pool)  # at once: waiting would not help
 
 
+def test_a_server_that_fails_while_it_is_examined_is_probed_again() -> None:
+    """Only a verdict is a reason to give up."""
+    told = iter([ServerFailure("gone again"), OSError("again"), None])
+
+    def admit(endpoint: Endpoint) -> None:
+        if (error := next(told)) is not None:
+            raise error
+
+    with small_servers(1) as (server,), pool_of([server], admit=admit) as pool:
+        assert ask(pool) and pool.events == {"servers admitted": 1}
+
+
 def test_a_server_that_comes_back_is_admitted_again() -> None:
     """It may have been restarted with other arguments."""
     admitted = []
@@ -207,7 +220,7 @@ def test_a_server_that_comes_back_is_admitted_again() -> None:
     assert len(admitted) == 2
 
 
-def test_the_list_is_read_again_while_running(tmp_path: Path) -> None:
+def test_the_list_is_read_again_while_running(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     listed = tmp_path / "endpoints"
     with small_servers(2) as (first, second), ThreadPoolExecutor(4) as threads:
         listed.write_text(f"# ours\n{first.url}/v1  # the first\n")
@@ -227,6 +240,8 @@ def test_the_list_is_read_again_while_running(tmp_path: Path) -> None:
             assert pool.usable == [second.url]
             listed.unlink()
             time.sleep(0.15)
+            told = [record.getMessage() for record in caplog.records if "stay as they were" in record.getMessage()]
+            assert len(told) == 2 and "nonsense" in told[0] and "cannot be read" in told[1]  # each once
             assert ask(pool)["model"] == f"model of {second.port}"
             listed.write_text(f"{first.url}\n{second.url}\n")
             eventually(lambda: set(pool.usable) == {first.url, second.url})

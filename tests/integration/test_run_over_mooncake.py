@@ -29,11 +29,12 @@ def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
         "-m",
         "dspark_lab",
         "+experiment=smoke",
+        "data.train.num_prompts=80",
         stages,
         f"run.root={folder / 'runs'}",
         *overrides,
     ]
-    environment = {**os.environ, "DSPARK_LAB_HOME": str(folder / "home"), "COLUMNS": "120"}
+    environment = {**os.environ, "DSPARK_LAB_HOME": str(folder.parent / "home"), "COLUMNS": "120"}
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
