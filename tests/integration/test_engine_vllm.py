@@ -91,7 +91,7 @@ def environments() -> Iterator[tuple[str, bytes]]:
 
 def test_the_stages_tell_what_happened(done: Done) -> None:
     stages = {stage.name: stage for stage in read_results(done.run_folder("vllm")).stages}
-    assert stages["regenerate"].events["servers admitted"] == 1
+    assert stages["regenerate"].events["servers admitted"] == 2  # once for each sampling
     assert stages["capture"].events["servers admitted"] == 1
     assert stages["capture"].events["captured"] == stages["capture"].num_out >= 32
 
@@ -119,7 +119,7 @@ def test_training_is_that_from_the_states_of_transformers(done: Done) -> None:
     call(done.folder, "engine=huggingface", STAGES, "run.name=transformers")
     ours, theirs = done.losses("transformers"), done.losses("vllm")
     assert len(ours) == len(theirs) == 6
-    assert theirs == pytest.approx(ours, rel=0.01) and theirs != ours
+    assert theirs == pytest.approx(ours, rel=2e-3) and theirs != ours
 
 
 def test_what_is_there_needs_no_service(done: Done) -> None:
