@@ -24,13 +24,25 @@ def config_folder() -> Path:
 @hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
 def hydra_main(config: DictConfig) -> float | None:
     # Imported late: --help and a misspelt key should answer at once.
+    from dspark_lab.capture.client import CaptureError
+    from dspark_lab.capture.endpoints import EndpointError
+    from dspark_lab.cluster.services import ServiceError
     from dspark_lab.pipeline import run
+    from dspark_lab.store.mooncake_admin import MasterUnreachableError
     from dspark_lab.training.launch import RankError
 
     try:
         return run(config)
-    except (ValueError, ImportError, RankError) as error:
-        # A user's mistake or a missing part: its message says all; a stack trace would bury it.
+    except (
+        ValueError,
+        ImportError,
+        RankError,
+        ServiceError,
+        EndpointError,
+        CaptureError,
+        MasterUnreachableError,
+    ) as error:
+        # A user's mistake, a missing part or a service that failed: its message says all; a stack trace would bury it.
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         sys.exit(f"error: {error}")

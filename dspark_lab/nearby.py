@@ -1,9 +1,11 @@
 """Servers on this machine or beside it: free ports, and HTTP that goes past any proxy."""
 
+import http.client
 import json
 import socket
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
@@ -17,6 +19,19 @@ def free_port(host: str = LOOPBACK) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def answers(url: str, *, timeout_s: float = 2.0) -> bool:
+    """Whether an HTTP GET of ``url`` gives status 200."""
+    with suppress(OSError, http.client.HTTPException), DIRECT.open(url, timeout=timeout_s) as response:
+        return response.status == 200
+    return False
+
+
+def get_json(url: str, *, timeout_s: float = 10.0) -> Any:
+    """The JSON of an HTTP GET. OSError when nothing answers in time."""
+    with DIRECT.open(url, timeout=timeout_s) as response:
+        return json.load(response)
 
 
 def post_json(url: str, body: Mapping[str, Any], *, timeout_s: float, headers: Mapping[str, str] | None = None) -> Any:

@@ -20,6 +20,7 @@ NOT_IDENTITY = frozenset(
         "run",
         "home",
         "store",
+        "cluster",
         "logger",
         "report",
         "evaluate",
@@ -30,7 +31,7 @@ NOT_IDENTITY = frozenset(
 )
 NOT_IDENTITY_WITHIN = {
     "trainer": frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"}),
-    "engine": frozenset({"home"}),
+    "engine": frozenset({"home", "endpoints", "endpoints_file", "concurrency", "timeout_s", "patience_s", "probe"}),
     "data": frozenset({"num_workers", "prefetch_factor"}),
     "callbacks": frozenset({"replay", "decode", "early_stop"}),
 }

@@ -2,18 +2,16 @@
 
 import re
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dspark_lab.nearby import post_json
+from dspark_lab.capture.endpoints import EndpointError
 from dspark_lab.records import TargetSample, TokenizedConversation
 from dspark_lab.store.mooncake_admin import object_names
 from dspark_lab.store.mooncake_client import MooncakeClient
@@ -28,18 +26,26 @@ class CaptureError(RuntimeError):
     """The engine did not deliver a sample, or delivered another one than was asked for."""
 
 
-class CaptureClient:
-    """One server's hidden states.
+class Poster(Protocol):
+    """One server, or a pool of them (``capture.endpoints``)."""
 
-    It captures ``manifest.layer_ids`` and, last, the state before the final norm (``cluster.vllm.capture_arguments``).
+    def post(
+        self, path: str, body: Mapping[str, Any], *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Any: ...
+
+
+class CaptureClient:
+    """Hidden states of one server or of several that serve the same target.
+
+    They capture ``manifest.layer_ids`` and, last, the state before the final norm (``cluster.vllm.capture_arguments``).
 
     Payloads are named ``cmpl-<namespace>--<generation>--...``, and pinned until they are read; the next generation of the
     namespace removes what a killed one has left (``remove_orphans``).
 
     Args:
         namespace: Who owns the payloads: unique to a run, of letters, digits, ``-`` and ``_``.
-        url: http://host:port of the OpenAI-compatible API.
-        model: Its name there.
+        generation: That of the run's other clients; None starts a new one.
+        endpoints: Who is asked.
         concurrency: Requests under way; so many payloads wait in Mooncake at most.
         timeout_s: For one request, and for its payload after that.
     """
@@ -49,8 +55,8 @@ class CaptureClient:
         mooncake: MooncakeClient,
         *,
         namespace: str,
-        url: str,
-        model: str,
+        generation: str | None,
+        endpoints: Poster,
         manifest: Manifest,
         concurrency: int,
         timeout_s: float,
@@ -60,10 +66,9 @@ class CaptureClient:
                 f"namespace={namespace!r}: use letters, digits, - and _ alone, as vLLM's request ids allow."
             )
         self.namespace = namespace
-        self.generation = uuid.uuid4().hex
+        self.generation = generation or uuid.uuid4().hex
         self.mooncake = mooncake
-        self.url = url
-        self.model = model
+        self.endpoints = endpoints
         self.manifest = manifest
         self.concurrency = concurrency
         self.timeout_s = timeout_s
@@ -118,23 +123,25 @@ class CaptureClient:
         require_finite(conversation.key, sample)
         return sample
 
-    def _request(self, conversation: TokenizedConversation) -> Mapping[str, Any]:
-        body = {"model": self.model, "prompt": conversation.token_ids.tolist(), "max_tokens": 1, "temperature": 0}
+    def ask(self, conversation: TokenizedConversation, **further: Any) -> Mapping[str, Any]:
+        """A server's reply to ``further`` fields of the request too; its ``kv_transfer_params`` describe the payload."""
+        body = {"prompt": conversation.token_ids.tolist(), "max_tokens": 1, "temperature": 0, **further}
         owner = f"{self.namespace}--{self.generation}--{uuid.uuid4().hex}"
         try:
-            reply = post_json(
-                f"{self.url}/v1/completions", body, timeout_s=self.timeout_s, headers={"X-Request-Id": owner}
+            reply = self.endpoints.post(
+                "/v1/completions", body, timeout_s=self.timeout_s, headers={"X-Request-Id": owner}
             )
-        except OSError as error:
-            reason = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
-            raise CaptureError(f"{conversation.id}: {self.url} failed: {error} {reason}".rstrip()) from error
-        described = reply.get("kv_transfer_params")
-        if not described:
+        except EndpointError as error:
+            raise CaptureError(f"{conversation.id}: {error}") from error
+        if not reply.get("kv_transfer_params"):
             raise CaptureError(
-                f"{conversation.id}: the reply of {self.url} has no kv_transfer_params: it runs without the connector "
+                f"{conversation.id}: the engine's reply has no kv_transfer_params: it runs without the connector "
                 "(cluster.vllm.capture_arguments)."
             )
-        return described
+        return reply
+
+    def _request(self, conversation: TokenizedConversation) -> Mapping[str, Any]:
+        return self.ask(conversation)["kv_transfer_params"]
 
     def _check_description(self, conversation: TokenizedConversation, described: Mapping[str, Any]) -> None:
         if described.get("version") != WIRE_VERSION:

@@ -10,13 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from dspark_lab.nearby import DIRECT, LOOPBACK, free_port
+from dspark_lab.nearby import LOOPBACK, answers, free_port
 from dspark_lab.store.mooncake_admin import room
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
@@ -170,10 +169,3 @@ class MooncakeSegment(Service):
         )  # fmt: skip
         super().__init__("mooncake_segment", command, folder=folder)
         self.wait_ready(lambda: room(master.admin_url).capacity_bytes >= wanted, deadline_s=deadline_s)
-
-
-def answers(url: str, *, timeout_s: float = 2.0) -> bool:
-    """Whether an HTTP GET of ``url`` gives status 200."""
-    with suppress(OSError), DIRECT.open(url, timeout=timeout_s) as response:
-        return response.status == 200
-    return False

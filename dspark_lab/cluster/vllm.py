@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark_lab.cluster.services import Role, Service, answers
-from dspark_lab.nearby import DIRECT, LOOPBACK, free_port, post_json
+from dspark_lab.cluster.services import Role, Service
+from dspark_lab.nearby import DIRECT, LOOPBACK, answers, free_port, post_json
 
 TRITON_CPU = Path(__file__).with_name("triton_cpu")  # what is in it, and why: its README
 

@@ -29,6 +29,7 @@ def capture(parts: Parts) -> Outcome:
         for key, sample in track(parts.target.capture(missing), "capture", total=len(missing)):
             store.put(key, sample)
         store.sync()
+    parts.cluster.stop_engine()  # what comes next needs its memory
     supervised = sum(int(conversation.loss_mask.sum()) for conversation in wanted.values())
     metrics = [
         metric("num_conversations", len(wanted), origin="measured"),
@@ -44,6 +45,7 @@ def capture(parts: Parts) -> Outcome:
         "cannot be masked with this template": len(parts.unmaskable),
     }
     events = {"captured": len(missing), "already in the store": len(wanted) - len(missing)}
+    events |= parts.target.take_events()
     if num_split:
         events["further samples of conversations split by turn"] = num_split
     cards = source_cards(parts.corpus.train, parts.splits.train, parts.tokenized["train"])

@@ -90,6 +90,20 @@ def rank_command(parts: Parts) -> list[str]:
         f"run.root={_quoted(parts.run.directory.parent.absolute())}",
         f"run.name={_quoted(parts.run.directory.name)}",
         "run.fresh=false",
+        *joined_store(parts),
+    ]
+
+
+def joined_store(parts: Parts) -> list[str]:
+    """Overrides with which a rank finds this process's samples in Mooncake instead of starting a generation of its own."""
+    if parts.info.choices["store"] != "mooncake":
+        return []
+    store: Any = parts.store
+    master_address = store.connection["master_address"]
+    return [
+        f"store.generation={store.generation}",
+        f"store.master_address={master_address}",
+        f"store.admin_url={store.admin_url}",
     ]
 
 

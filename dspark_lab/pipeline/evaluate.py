@@ -46,6 +46,7 @@ def evaluate(parts: Parts) -> Outcome:
             progress=track,
         )
         traces["replayed"], dropped = replayed.traces, replayed.refused
+        metrics += acceptance_metrics(replayed.traces, setting=setting, origin="replayed", seed=recipe.seed)
     if "decode" in recipe.modes:
         decoded = evaluate_decode(
             parts.target,
@@ -57,9 +58,9 @@ def evaluate(parts: Parts) -> Outcome:
             progress=track,
         )
         traces["measured"] = decoded.traces
-        metrics += loop_metrics(decoded, setting)
-    for origin, found in traces.items():
-        metrics += acceptance_metrics(found, setting=setting, origin=origin, seed=recipe.seed)
+        here = {**setting, "engine": "huggingface"}  # decoding is this process's, whoever captured
+        metrics += loop_metrics(decoded, here)
+        metrics += acceptance_metrics(decoded.traces, setting=here, origin="measured", seed=recipe.seed)
     save_traces(parts.run.traces, traces)
     counted = traces.get("replayed", traces.get("measured", ()))
     record = {"num_in": len(counted) + sum(dropped.values()), "num_out": len(counted), "dropped": dropped}

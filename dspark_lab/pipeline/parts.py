@@ -15,6 +15,7 @@ from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.checkpoint.export import Export
 from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
 from dspark_lab.checkpoint.warm_start import check_fit, load_weights
+from dspark_lab.cluster.local import Cluster
 from dspark_lab.data.answers import AnswerBook, Assignment
 from dspark_lab.data.corpus import Corpus
 from dspark_lab.data.datamodule import HiddenStateDataModule
@@ -25,13 +26,14 @@ from dspark_lab.data.vocabulary import DraftVocabulary, build_draft_vocabulary, 
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
 from dspark_lab.evaluation.recipe import Benchmark, Evaluation, Serving
 from dspark_lab.pipeline.build import build
+from dspark_lab.pipeline.combinations import refuse_contradictions
 from dspark_lab.progress import console
 from dspark_lab.records import Conversation, TokenizedConversation, content_hash
 from dspark_lab.report.results import RunInfo
 from dspark_lab.run import Run
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
 from dspark_lab.target.chat import tokenize_maskable
-from dspark_lab.target.huggingface import HuggingFaceTarget
+from dspark_lab.target.protocol import Target
 from dspark_lab.training.place import Place
 
 
@@ -46,16 +48,17 @@ class Parts:
         self.evaluation: Evaluation = build(config, "evaluate")
         self.export: Export = build(config, "export")
         self.serving: Serving = build(config, "serve")
-        if info.choices["store"] == "mooncake" and self.corpus.num_workers:
-            raise ValueError(
-                f"data.num_workers={self.corpus.num_workers} with store=mooncake: a forked worker cannot use Mooncake, "
-                "whose threads are gone in it. Set data.num_workers=0."
-            )
+        if place.group_folder is None:  # a rank of a group uses what the group's parent has started
+            refuse_contradictions(config, info.choices)
 
     def close(self) -> None:
-        """Publish what the store still buffers."""
-        if "store" in self.__dict__:
-            self.store.close()
+        """Publish what the store still buffers, and end the services that this run has started."""
+        try:
+            if "store" in self.__dict__:
+                self.store.close()
+        finally:
+            if "cluster" in self.__dict__:
+                self.cluster.close()
 
     def release(self) -> None:
         """Free the memory of target and drafter, for processes that need the same GPUs. A later stage builds them anew."""
@@ -65,8 +68,22 @@ class Parts:
         torch.cuda.empty_cache()
 
     @cached_property
-    def target(self) -> HuggingFaceTarget:
-        return build(self.config, "engine")
+    def cluster(self) -> Cluster:
+        """The run's services; none runs before it is needed."""
+        if self.info.choices["cluster"] == "none":
+            return build(self.config, "cluster")
+        return build(self.config, "cluster", folder=self.run.directory / "logs")
+
+    @cached_property
+    def target(self) -> Target:
+        if self.info.choices["engine"] == "huggingface":
+            return build(self.config, "engine")
+        return build(self.config, "engine", cluster=self.cluster, namespace=f"run-{self.owner}")
+
+    @property
+    def owner(self) -> str:
+        """Names what belongs to this run alone: its folder is locked, so the path on this host has one owner at a time."""
+        return content_hash([socket.gethostname(), str(self.run.directory.resolve())])
 
     @cached_property
     def splits(self) -> Splits:
@@ -172,9 +189,10 @@ class Parts:
             case "memory":
                 pass
             case "mooncake":
-                # The run's folder is locked, so its path on this host has one owner at a time.
-                owner = content_hash([socket.gethostname(), str(self.run.directory.resolve())])
-                place = {"namespace": f"{self.run.name}-{owner}"}
+                place = {"namespace": f"{self.run.name}-{self.owner}"}
+                if self.info.choices["cluster"] == "local" and self.place.group_folder is None:
+                    started = self.cluster.mooncake()
+                    place |= {"master_address": started.master_address, "admin_url": started.admin_url}
             case _:
                 place = {"root": self.home / "states" / manifest.content_hash}
         return build(self.config, "store", manifest=manifest, **place)

@@ -29,11 +29,13 @@ def regenerate(parts: Parts) -> Outcome:
     if known:
         console.print(f"regenerate: {known} of {len(assigned)} answers are there already")
     metrics = _answer(parts, missing) + _overlap(parts)
+    parts.cluster.stop_engine()  # what comes next needs its memory
     conversations = [c for split in parts.conversations.values() for c in split]
     lengths = sum(c.finish == "length" for c in conversations)
     if lengths:
         events["stopped by max_new_tokens"] = lengths
     events["regenerated"] = len(missing)
+    events |= parts.target.take_events()
     dropped = {**parts.splits.dropped, **parts.screened.dropped}
     num_in = len(assigned) + sum(parts.splits.dropped.values())
     return {"num_in": num_in, "num_out": len(conversations), "dropped": dropped, "events": events}, metrics

@@ -61,7 +61,7 @@ class MooncakeStore(HiddenStateStore):
         self.generation = generation or uuid.uuid4().hex
         self.admin_url = admin_url
         self.part_bytes = part_bytes
-        self._connection = {
+        self.connection = {
             "master_address": master_address,
             "protocol": protocol,
             "rdma_devices": rdma_devices,
@@ -176,7 +176,7 @@ class MooncakeStore(HiddenStateStore):
     @property
     def _client(self) -> MooncakeClient:
         if self._opened is None:
-            self._opened = MooncakeClient(**self._connection)
+            self._opened = MooncakeClient(**self.connection)
         elif self._opened.pid != os.getpid():
             raise ValueError(
                 "a forked process cannot use Mooncake: its threads are gone and new ones hang. Read in the trainer's own "

@@ -1,7 +1,8 @@
 """A Hugging Face causal language model in this process."""
 
+import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,16 @@ class HuggingFaceTarget:
             states, last = recorded.take(self.spec.layer_ids)
             for row, conversation in enumerate(batch):
                 yield conversation.key, _sample(conversation, states[row], last[row])
+
+    def release(self) -> None:
+        """Let go of the network's memory; what needs it loads it again."""
+        self.__dict__.pop("model", None)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def take_events(self) -> Mapping[str, int]:
+        """Nothing befalls a target in this process that is worth counting."""
+        return {}
 
     def _refuse_too_long(self, conversation_id: str, num_tokens: int) -> None:
         limit = self.spec.max_position_embeddings

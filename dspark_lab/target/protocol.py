@@ -1,14 +1,18 @@
 """What a target can do, whatever engine runs it; and the frozen matrices that drafters borrow from it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dspark_lab.records import Conversation, Sampling, TargetSample, TargetSpec, TokenizedConversation
+from dspark_lab.target.resolve import Resolved
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True)
@@ -70,6 +74,23 @@ class Verifier(Protocol):
 class Target(Protocol):
     @property
     def spec(self) -> TargetSpec: ...
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase": ...
+
+    @property
+    def resolved(self) -> Resolved:
+        """Where its files lie."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of head and decoding."""
+        ...
+
+    def take_events(self) -> Mapping[str, int]:
+        """What happened to the engine since this was last asked, by kind: what a stage's record tells."""
+        ...
 
     def head(self) -> TargetHead: ...
 

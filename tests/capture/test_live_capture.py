@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dspark_lab.capture.client import CaptureClient, CaptureError
+from dspark_lab.capture.endpoints import Endpoint
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment
 from dspark_lab.cluster.vllm import VllmServer, capture_arguments
 from dspark_lab.records import TokenizedConversation
@@ -46,7 +47,12 @@ class Engine:
     client: "MooncakeClient"
 
     def capturing(self, **settings: Any) -> CaptureClient:
-        chosen = {"namespace": "run", "url": self.server.url, "model": MODEL, "manifest": MANIFEST}
+        chosen = {
+            "namespace": "run",
+            "generation": None,
+            "endpoints": Endpoint(self.server.url, MODEL),
+            "manifest": MANIFEST,
+        }
         return CaptureClient(self.client, **{**chosen, "concurrency": 4, "timeout_s": 60.0, **settings})
 
 
@@ -156,13 +162,18 @@ def test_a_stock_consumer_reads_what_our_connector_writes(engine: Engine) -> Non
     assert torch.equal(theirs["token_ids"], conversation.token_ids)
 
 
+def test_a_model_that_the_server_does_not_have(engine: Engine) -> None:
+    client = engine.capturing(endpoints=Endpoint(engine.server.url, "another"))
+    with pytest.raises(CaptureError, match=r"refused /v1/completions: HTTP Error 404.*another"):
+        list(client.capture(conversations(1)))
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         ({"manifest": replace(MANIFEST, layer_ids=(1, 2))}, r"captured \[\[1, 4, 128\].*wanted were \[\[1, 3, 128\]"),
         ({"manifest": replace(MANIFEST, dtype="float32")}, "start it with this run's layer ids and --dtype"),
-        ({"model": "another"}, "failed: HTTP Error 404.*another"),
-        ({"url": "http://127.0.0.1:9"}, r"http://127\.0\.0\.1:9 failed"),
+        ({"endpoints": Endpoint("http://127.0.0.1:9", MODEL)}, r"http://127\.0\.0\.1:9: .*Connection refused"),
     ],
 )
 def test_what_was_not_asked_for_is_refused(engine: Engine, settings: dict[str, Any], says: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import parent_of_services
 import pytest
 
-from dspark_lab.cluster.services import LOOPBACK, MooncakeMaster, Role, Service, ServiceError, answers, free_port
+from dspark_lab.cluster.services import MooncakeMaster, Role, Service, ServiceError
+from dspark_lab.nearby import LOOPBACK, answers, free_port
 
 try:
     import mooncake  # pyright: ignore[reportMissingImports]

@@ -1,0 +1,57 @@
+"""Choices that contradict each other are refused with the mend; the table is tested row by row."""
+
+import re
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from dspark_lab.__main__ import config_folder
+from dspark_lab.pipeline.combinations import CONTRADICTIONS, refuse_contradictions
+
+SERVER = "engine.endpoints=[http://127.0.0.1:8000]"
+NO_WORKERS = "data.num_workers=0"
+
+
+def check(*overrides: str) -> None:
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = compose("config", list(overrides), return_hydra_config=True)
+    refuse_contradictions(config, {str(group): str(choice) for group, choice in config.hydra.runtime.choices.items()})
+
+
+ALLOWED = [
+    [],
+    ["store=memory"],
+    ["store=mooncake", NO_WORKERS],
+    ["store=mooncake", "cluster=local", NO_WORKERS],
+    ["engine=vllm", SERVER],
+    ["engine=vllm", "engine.endpoints_file=/etc/servers", "store=memory"],
+    ["engine=vllm", "cluster=local"],
+    ["engine=vllm", "cluster=local", "store=mooncake", NO_WORKERS],
+    ["engine=vllm", "stages=train"],  # what was captured is in the store
+]
+REFUSED = [
+    (["engine=vllm"], "engine=vllm needs servers: cluster=local starts them"),
+    (["engine=vllm", "stages=capture"], "engine=vllm needs servers"),
+    (["engine=vllm", SERVER, "engine.endpoints_file=/etc/servers"], "both given"),
+    (["engine=vllm", "cluster=local", SERVER], "cluster=local starts a server of its own"),
+    (["cluster=local"], "cluster=local has nothing to start"),
+    (["cluster=local", "engine=vllm", "cluster.mooncake.master_address=a:1"], "at addresses that it chooses"),
+    (["cluster=local", "store=mooncake", NO_WORKERS, "store.admin_url=http://a:1"], "at addresses that it chooses"),
+    (["store=mooncake", "data.num_workers=1"], r"data\.num_workers>0 with store=mooncake"),
+]
+
+
+@pytest.mark.parametrize("overrides", ALLOWED, ids=" ".join)
+def test_what_goes_together(overrides: list[str]) -> None:
+    check(*overrides)
+
+
+@pytest.mark.parametrize(("overrides", "says"), REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+def test_what_does_not(overrides: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check(*overrides)
+
+
+def test_every_row_of_the_table_is_tested() -> None:
+    for _, told in CONTRADICTIONS:
+        assert any(re.search(says, told) for _, says in REFUSED), told
