@@ -20,6 +20,7 @@ NOT_IDENTITY = frozenset(
         "run",
         "home",
         "store",
+        "live",
         "logger",
         "report",
         "evaluate",
@@ -31,7 +32,7 @@ NOT_IDENTITY = frozenset(
 NOT_IDENTITY_WITHIN = {
     "trainer": frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"}),
     "engine": frozenset({"home"}),
-    "data": frozenset({"num_workers", "prefetch_factor"}),
+    "data": frozenset({"source", "num_workers", "prefetch_factor"}),
     "callbacks": frozenset({"replay", "decode", "early_stop"}),
 }
 # These count only by their product, the rows of an optimizer step: a run may go on with another number of ranks.

@@ -62,6 +62,8 @@ def train_as_group(parts: Parts) -> Outcome:
     outcome = folder / OUTCOME_FILE
     outcome.unlink(missing_ok=True)
     parts.release()
+    if parts.corpus.source == "live":
+        _ = parts.source  # before the ranks put anything: it removes what earlier starts left
     num_ranks = count_ranks(parts.config)
     console.print(f"train: {num_ranks} ranks, logs in {folder}")
     launch(rank_command(parts), num_ranks=num_ranks, folder=folder)
@@ -90,6 +92,7 @@ def rank_command(parts: Parts) -> list[str]:
         f"run.root={_quoted(parts.run.directory.parent.absolute())}",
         f"run.name={_quoted(parts.run.directory.name)}",
         "run.fresh=false",
+        *([f"store.generation={parts.generation}"] if parts.info.choices["store"] == "mooncake" else []),
     ]
 
 

@@ -2,15 +2,17 @@
 
 import gc
 import socket
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from dspark_lab.capture.client import CaptureClient
 from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.checkpoint.export import Export
 from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
@@ -18,6 +20,7 @@ from dspark_lab.checkpoint.warm_start import check_fit, load_weights
 from dspark_lab.data.answers import AnswerBook, Assignment
 from dspark_lab.data.corpus import Corpus
 from dspark_lab.data.datamodule import HiddenStateDataModule
+from dspark_lab.data.live import LiveData, LiveRecipe
 from dspark_lab.data.packing import SampleOutline
 from dspark_lab.data.prompts import Splits, disjoint, to_prompt
 from dspark_lab.data.screening import OverlapCount, Screened, screen_answers, screen_prompts
@@ -25,6 +28,7 @@ from dspark_lab.data.vocabulary import DraftVocabulary, build_draft_vocabulary, 
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
 from dspark_lab.evaluation.recipe import Benchmark, Evaluation, Serving
 from dspark_lab.pipeline.build import build
+from dspark_lab.pipeline.live import check_live, connect, live_data
 from dspark_lab.progress import console
 from dspark_lab.records import Conversation, TokenizedConversation, content_hash
 from dspark_lab.report.results import RunInfo
@@ -46,16 +50,16 @@ class Parts:
         self.evaluation: Evaluation = build(config, "evaluate")
         self.export: Export = build(config, "export")
         self.serving: Serving = build(config, "serve")
-        if info.choices["store"] == "mooncake" and self.corpus.num_workers:
-            raise ValueError(
-                f"data.num_workers={self.corpus.num_workers} with store=mooncake: a forked worker cannot use Mooncake, "
-                "whose threads are gone in it. Set data.num_workers=0."
-            )
+        self.live: LiveRecipe = build(config, "live")
+        started_elsewhere = place.num_ranks if place.group_folder is None else 1
+        check_live(config, info.choices, self.corpus, self.live, num_ranks=started_elsewhere)
 
     def close(self) -> None:
-        """Publish what the store still buffers."""
+        """Publish what the store still buffers, and let go of connections."""
         if "store" in self.__dict__:
             self.store.close()
+        if "source" in self.__dict__:
+            self.source.mooncake.close()
 
     def release(self) -> None:
         """Free the memory of target and drafter, for processes that need the same GPUs. A later stage builds them anew."""
@@ -164,20 +168,40 @@ class Parts:
         }
 
     @cached_property
+    def manifest(self) -> Manifest:
+        engine = "vllm" if self.corpus.source == "live" else self.info.choices["engine"]
+        return Manifest.for_target(self.target.spec, engine=engine, dtype=self.config.capture.dtype)
+
+    @cached_property
     def store(self) -> HiddenStateStore:
-        engine = self.info.choices["engine"]
-        manifest = Manifest.for_target(self.target.spec, engine=engine, dtype=self.config.capture.dtype)
-        place: dict[str, Any] = {}
+        """Of all samples; with live data, of those that training does not capture itself."""
         match self.info.choices["store"]:
             case "memory":
-                pass
-            case "mooncake":
+                return build(self.config, "store", manifest=self.manifest)
+            case "mooncake" if self.config.store.keep is None:
                 # The run's folder is locked, so its path on this host has one owner at a time.
                 owner = content_hash([socket.gethostname(), str(self.run.directory.resolve())])
-                place = {"namespace": f"{self.run.name}-{owner}"}
+                without = ("keep", "disk")
+                namespace = f"{self.run.name}-{owner}"
+                return build(self.config, "store", without=without, manifest=self.manifest, namespace=namespace)
+            case "mooncake":
+                return self._on_disk("store.disk")
             case _:
-                place = {"root": self.home / "states" / manifest.content_hash}
-        return build(self.config, "store", manifest=manifest, **place)
+                return self._on_disk("store")
+
+    def _on_disk(self, key: str) -> HiddenStateStore:
+        root = self.home / "states" / self.manifest.content_hash
+        return build(self.config, key, manifest=self.manifest, root=root)
+
+    @cached_property
+    def generation(self) -> str:
+        """Of this start of the run in Mooncake; all its processes share it."""
+        return self.config.store.generation or getattr(self.store, "generation", None) or uuid4().hex
+
+    @cached_property
+    def source(self) -> CaptureClient:
+        """The engine that captures, with data.source=live."""
+        return connect(self.config, self.live, self.run, manifest=self.manifest, generation=self.generation)
 
     @cached_property
     def imported(self) -> Checkpoint | None:
@@ -226,7 +250,13 @@ class Parts:
             num_workers=self.corpus.num_workers,
             prefetch_factor=self.corpus.prefetch_factor,
             seed=self.config.seed,
+            live=self.live_data if self.corpus.source == "live" else None,
         )
+
+    @property
+    def live_data(self) -> LiveData:
+        kept = partial(self._on_disk, "store.disk") if self.config.store.keep else None
+        return live_data(self.source, self.tokenized["train"], recipe=self.live, kept=kept)
 
     @cached_property
     def drafter(self) -> Drafter:

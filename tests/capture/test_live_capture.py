@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dspark_lab.capture.client import CaptureClient, CaptureError
+from dspark_lab.capture.client import CaptureClient
+from dspark_lab.capture.protocol import CaptureError, EngineUnreachableError
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment
 from dspark_lab.cluster.vllm import VllmServer, capture_arguments
 from dspark_lab.records import TokenizedConversation
@@ -46,7 +47,10 @@ class Engine:
     client: "MooncakeClient"
 
     def capturing(self, **settings: Any) -> CaptureClient:
-        chosen = {"namespace": "run", "url": self.server.url, "model": MODEL, "manifest": MANIFEST}
+        chosen = {
+            "admin_url": self.master.admin_url, "namespace": "run", "generation": None, "url": self.server.url,
+            "model": MODEL, "manifest": MANIFEST,
+        }  # fmt: skip
         return CaptureClient(self.client, **{**chosen, "concurrency": 4, "timeout_s": 60.0, **settings})
 
 
@@ -110,22 +114,40 @@ def test_nothing_stays_in_mooncake(engine: Engine) -> None:
 def test_a_restarted_run_removes_what_the_killed_one_left(engine: Engine) -> None:
     killed, other = engine.capturing(), engine.capturing(namespace="run-2")
     (conversation,) = conversations(1)
-    left, kept = killed._request(conversation), other._request(conversation)
+    left, kept = killed.submit(conversation), other.submit(conversation)
     for client, described in ((killed, left), (other, kept)):
-        client._wait_for(described["handle"])
-    assert engine.capturing().remove_orphans(engine.master.admin_url) == 1
+        while not client.ready(described):
+            time.sleep(0.01)
+    assert engine.capturing(generation=killed.generation).remove_orphans() == 0  # another rank
+    assert engine.capturing().remove_orphans() == 1
     assert object_names(engine.master.admin_url, prefix="") == [kept["handle"]]
-    assert other.remove_orphans(engine.master.admin_url) == 0  # its own
+    assert other.remove_orphans() == 0  # its own
     other.take(conversation, kept)
+    assert object_names(engine.master.admin_url, prefix="") == []
     with pytest.raises(ValueError, match="namespace='a b'"):
         engine.capturing(namespace="a b")
+
+
+def test_a_payload_that_comes_after_it_was_given_up_is_removed(engine: Engine) -> None:
+    client, another = engine.capturing(), engine.capturing()
+    (conversation,) = conversations(1)
+    given_up, wanted, theirs = client.submit(conversation), client.submit(conversation), another.submit(conversation)
+    client.remove([given_up])
+    for source, described in ((client, wanted), (another, theirs)):
+        while not source.ready(described):
+            time.sleep(0.01)
+    while given_up["handle"] in object_names(engine.master.admin_url, prefix=""):
+        client.remove_strays()
+    assert sorted(object_names(engine.master.admin_url, prefix="")) == sorted([wanted["handle"], theirs["handle"]])
+    client.remove([wanted])
+    another.remove([theirs])
 
 
 def test_payloads_withstand_eviction(engine: Engine) -> None:
     """Mooncake evicts the oldest at 90 %; a payload that no one has read yet is not among them."""
     client = engine.capturing()
     (conversation,) = conversations(1)
-    described = client._request(conversation)
+    described = client.submit(conversation)
     while not object_names(
         engine.master.admin_url, prefix=described["handle"]
     ):  # asking Mooncake itself would lease it
@@ -149,7 +171,7 @@ def test_a_stock_consumer_reads_what_our_connector_writes(engine: Engine) -> Non
         )
     ).setup()  # fmt: skip
     (conversation,) = conversations(3)[2:]
-    described = engine.capturing()._request(conversation)
+    described = engine.capturing().submit(conversation)
     theirs = store.get_sample(dict(described), timeout=60)
     ours = engine.capturing().take(conversation, described)
     assert torch.equal(theirs["hidden_states"][:, :-1], ours.hidden_states)
@@ -166,7 +188,7 @@ def test_a_stock_consumer_reads_what_our_connector_writes(engine: Engine) -> Non
     ],
 )
 def test_what_was_not_asked_for_is_refused(engine: Engine, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(CaptureError, match=says):
+    with pytest.raises((CaptureError, EngineUnreachableError), match=says):
         list(engine.capturing(**settings).capture(conversations(1)))
 
 
@@ -176,23 +198,38 @@ def test_a_damaged_payload_is_refused(engine: Engine) -> None:
     asked, other = conversations(8)[6:]
 
     def described() -> dict[str, Any]:
-        return json.loads(json.dumps(engine.capturing()._request(asked)))
+        return json.loads(json.dumps(engine.capturing().submit(asked)))
+
+    def refused(says: str, reason: str, answer: Callable[[], Any]) -> None:
+        with pytest.raises(CaptureError, match=says) as caught:
+            answer()
+        assert caught.value.reason == reason
+
+    def told(conversation: TokenizedConversation, description: dict[str, Any]) -> Callable[[], Any]:
+        """The server's reply to ``conversation`` holds ``description``."""
+        liar = engine.capturing()
+        liar._request = lambda conversation, owner: description
+        return lambda: liar.submit(conversation)
 
     swapped = replace(asked, token_ids=asked.token_ids.flip(0))
-    with pytest.raises(CaptureError, match="other token ids than were sent"):
-        client.take(swapped, described())
+    refused("other token ids than were sent", "token_ids", lambda: client.take(swapped, described()))
     short = described()
     short["metadata"]["total_aligned_bytes"] += 64
-    with pytest.raises(CaptureError, match="bytes arrived of"):
-        client.take(asked, short)
-    with pytest.raises(CaptureError, match="have version 2, this code reads 1"):
-        client.take(asked, described() | {"version": 2})
-    with pytest.raises(CaptureError, match="no payload after 1 s"):
-        client.take(asked, described() | {"handle": "nowhere"})
+    refused("bytes arrived of", "truncated", lambda: client.take(asked, short))
+    nowhere = described() | {"handle": "nowhere"}
+    refused("no payload after 1 s", "no_payload", lambda: client.take(asked, nowhere))
     failed = engine.client.take(64)
     failed[:] = torch.frombuffer(bytearray(b'{"error": "Non-finite"}'.ljust(64)), dtype=torch.uint8)
     engine.client.put(["broken:error"], [failed])
-    with pytest.raises(CaptureError, match=r"connector failed.*Non-finite"):
-        client.take(asked, described() | {"handle": "broken"})
-    with pytest.raises(CaptureError, match="the engine captured"):
-        client.take(other, described())
+    broken = described() | {"handle": "broken"}
+    refused(r"connector failed.*Non-finite", "non_finite", lambda: client.take(asked, broken))
+    refused("have version 2, this code reads 1", "description", told(asked, described() | {"version": 2}))
+    refused("the engine captured", "description", told(other, described()))
+    refused("not of the wire format", "description", told(asked, {"version": 1, "handle": "garbage"}))
+    beyond = described()
+    beyond["tensors"]["token_ids"]["offset"] += 2**20
+    refused("the engine captured", "description", told(asked, beyond))
+    smaller = described()
+    smaller["tensors"]["hidden_states"]["nbytes"] //= 2
+    refused("not of the wire format", "description", told(asked, smaller))
+    engine.capturing().remove_orphans()
