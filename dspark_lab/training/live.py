@@ -29,6 +29,8 @@ class LiveWatch(Callback):
         self.totals: dict[str, int] = {}  # of all ranks, at the last optimizer step
         self._before: dict[str, int] = {}  # of the run's earlier processes
         self._step = 0
+        self._loops: dict[str, Any] | None = None  # Lightning's state at the end of the last step
+        self._stopped = False
 
     @property
     def note(self) -> str:
@@ -56,6 +58,7 @@ class LiveWatch(Callback):
         if trainer.global_step == self._step:
             return  # gradients are being accumulated
         self._step = trainer.global_step
+        self._loops = trainer.fit_loop.state_dict()
         loader = trainer.train_dataloader
         assert isinstance(loader, LiveLoader)
         loader.release()
@@ -66,9 +69,17 @@ class LiveWatch(Callback):
                 pl_module.log(f"live/{name}", float(count), batch_size=1)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, LiveDataError):
+        # Before the first step there is nothing to save: the checkpoint that training began with is still the newest.
+        if isinstance(exception, LiveDataError) and self._loops is not None:
+            self._stopped = True
             trainer.save_checkpoint(self.path, weights_only=False)
             console.print(f"train: step {trainer.global_step} is saved; the same command goes on from it")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # As all other checkpoints, one of the end of a step: resuming from a place between a validation and the next
+        # batch, Lightning 2.6 counts a step too many.
+        if self._stopped:
+            checkpoint["loops"]["fit_loop"] = self._loops
 
 
 def over_ranks(counts: LiveCounts, *, device: torch.device) -> dict[str, int]:

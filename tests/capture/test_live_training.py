@@ -49,9 +49,12 @@ class World:
             self.producer = subprocess.Popen(command, stdout=log, stderr=log)
         until(lambda: answers(f"{self.url}/v1/models"), alive=self.producer)
 
-    def close(self) -> None:
+    def kill_producer(self) -> None:
         self.producer.kill()
         self.producer.wait()
+
+    def close(self) -> None:
+        self.kill_producer()
         self._services.close()
 
     def fault(self, *kinds: str | None) -> None:
@@ -159,8 +162,7 @@ def test_what_a_producer_spoils_is_asked_for_again(world: World, stored: Path, t
 def test_a_producer_killed_in_mid_epoch_and_started_again(world: World, stored: Path, tmp_path: Path) -> None:
     process = in_process(train_live, tmp_path, world.services, max_steps=STEPS, val_every_steps=1)
     until(lambda: len(losses(tmp_path)) >= 2, alive=process)
-    world.producer.kill()
-    world.producer.wait()
+    world.kill_producer()
     world.start_producer()
     process.join(120)
     assert process.exitcode == 0, tmp_path.joinpath("error0.txt").read_text()
@@ -177,7 +179,7 @@ def test_a_producer_that_stays_away_ends_the_training_with_a_checkpoint(
         checkpoint_every_steps=1000,
     )  # fmt: skip
     until(lambda: len(losses(run_dir)) >= 2, alive=process)
-    own_world.producer.kill()
+    own_world.kill_producer()
     process.join(120)
     assert "LiveDataError: no engine for live.engine_deadline_s=1 s" in run_dir.joinpath("error0.txt").read_text()
     assert 2 <= len(losses(run_dir)) < STEPS and own_world.payloads == []
@@ -246,8 +248,7 @@ def test_two_ranks_share_the_window_and_stop_at_the_same_step(world: World, stor
     """Every request fails from the tenth on; one rank notices first, both stop, and the run goes on from there."""
     world.fault(*[None] * 20, *["failed"] * 200)
     stopped = as_group(tmp_path, world, checkpoint_every_steps=1000, recipe={"num_retries": 0, "max_lost_in_a_row": 2})
-    world.producer.kill()
-    world.producer.wait()
+    world.kill_producer()
     world.start_producer()
     assert stopped == [1, 1]
     reasons = [tmp_path.joinpath(f"error{rank}.txt").read_text() for rank in range(2)]

@@ -194,8 +194,14 @@ def test_an_engine_that_is_gone_for_a_while_is_waited_for(module: Modules) -> No
         ({"max_lost_share": 0.05}, r"\d+ of \d+ samples were lost, more than live\.max_lost_share=0\.05.*non_finite"),
     ],
 )
+@pytest.mark.parametrize("at_step", [3, 5, 6])  # 5: an epoch's last
 def test_too_many_failures_end_the_training_with_a_checkpoint_that_goes_on(
-    module: Modules, samples: list[TokenizedConversation], tmp_path: Path, recipe: dict[str, Any], says: str
+    module: Modules,
+    samples: list[TokenizedConversation],
+    tmp_path: Path,
+    recipe: dict[str, Any],
+    says: str,
+    at_step: int,
 ) -> None:
     uninterrupted = Recorder()
     trainer(tmp_path, enable_checkpointing=False).fit(uninterrupted, module())
@@ -207,7 +213,7 @@ def test_too_many_failures_end_the_training_with_a_checkpoint_that_goes_on(
 
     class Break(Callback):
         def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-            if trainer.global_step == 3:
+            if trainer.global_step == at_step:
                 engine.gone = "engine_deadline_s" in recipe
                 engine.always = {} if engine.gone else dict.fromkeys((s.key for s in samples), "nan")
 
@@ -216,6 +222,7 @@ def test_too_many_failures_end_the_training_with_a_checkpoint_that_goes_on(
     watch = LiveWatch(path)
     trainer(tmp_path, callbacks=[watch]).fit(second, module(ToyEngine()), ckpt_path=path, weights_only=True)
     assert first.seen + second.seen == uninterrupted.seen
+    assert len(first.seen) >= at_step
     assert watch.totals["used"] > 40 and watch.totals["generated"] >= watch.totals["used"] - watch.totals["lost"]
 
 
