@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from dspark_lab.data.live import LEAST_COUNTED, LiveBatches, LiveCounts, LiveData, LiveDataError
+from dspark_lab.data.live import LEAST_COUNTED, LiveCounts, LiveData, LiveDataError
+from dspark_lab.data.live_batches import LiveBatches
 from dspark_lab.data.loader import ResumableLoader, RowSampler
 from dspark_lab.data.window import check_window, longest_row
 from dspark_lab.records import Batch

@@ -1,10 +1,15 @@
 """States of the tiny target from a real vLLM through a real Mooncake are those of Transformers."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +20,8 @@ from dspark_lab.capture.protocol import CaptureError, EngineUnreachableError
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment
 from dspark_lab.cluster.vllm import VllmServer, capture_arguments
 from dspark_lab.records import TokenizedConversation
+from dspark_lab.report.metrics_log import curve, read_metrics
+from dspark_lab.report.results import read_results
 from dspark_lab.store.mooncake_admin import object_names
 from dspark_lab.store.protocol import Manifest
 
@@ -40,11 +47,34 @@ MANIFEST = Manifest(
 )
 
 
-@dataclass
 class Engine:
-    server: VllmServer
-    master: MooncakeMaster
-    client: "MooncakeClient"
+    """vLLM that captures, a master and a segment; ``client`` is connected to them."""
+
+    def __init__(self, folder: Path, master: MooncakeMaster) -> None:
+        self.folder, self.master = folder, master
+        self.client = MooncakeClient(
+            master_address=master.address, protocol="tcp", rdma_devices="", local_hostname="127.0.0.1"
+        )
+        self.start()
+
+    def start(self) -> None:
+        connection = {
+            "local_hostname": "127.0.0.1",
+            "master_server_address": self.master.address,
+            "global_segment_size": 0,
+            "local_buffer_size": 2**24,
+        }
+        capturing = capture_arguments((*LAYER_IDS, NUM_LAYERS), mooncake=connection)
+        arguments = (*capturing, "--dtype", "bfloat16", "--max-model-len", "1024")
+        self.server = VllmServer(folder=self.folder, model=MODEL, arguments=arguments, on_cpu=True)
+
+    def kill_and_start_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """SIGKILL to the server and its engine, then another one at the same port."""
+        watcher, port = self.server._process.pid, int(self.server.url.rpartition(":")[2])
+        (server,) = Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split()
+        os.killpg(int(server), signal.SIGKILL)
+        monkeypatch.setattr("dspark_lab.cluster.vllm.free_port", lambda host: port)
+        self.start()
 
     def capturing(self, **settings: Any) -> CaptureClient:
         chosen = {
@@ -58,19 +88,9 @@ class Engine:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("services")
     with MooncakeMaster(folder=folder) as master, MooncakeSegment(master, folder=folder, num_bytes=2**28):
-        connection = {
-            "local_hostname": "127.0.0.1",
-            "master_server_address": master.address,
-            "global_segment_size": 0,
-            "local_buffer_size": 2**24,
-        }
-        capturing = capture_arguments((*LAYER_IDS, NUM_LAYERS), mooncake=connection)
-        arguments = (*capturing, "--dtype", "bfloat16", "--max-model-len", "1024")
-        with VllmServer(folder=folder, model=MODEL, arguments=arguments, on_cpu=True) as server:
-            client = MooncakeClient(
-                master_address=master.address, protocol="tcp", rdma_devices="", local_hostname="127.0.0.1"
-            )
-            yield Engine(server, master, client)
+        made = Engine(folder, master)
+        yield made
+        made.server.stop()
 
 
 def conversations(number: int) -> list[TokenizedConversation]:
@@ -233,3 +253,78 @@ def test_a_damaged_payload_is_refused(engine: Engine) -> None:
     smaller["tensors"]["hidden_states"]["nbytes"] //= 2
     refused("not of the wire format", "description", told(asked, smaller))
     engine.capturing().remove_orphans()
+
+
+class Lab:
+    """Live runs of the smoke experiment, with one cache."""
+
+    def __init__(self, folder: Path, engine: Engine) -> None:
+        self.folder, self.engine = folder, engine
+
+    def start(self, name: str, *overrides: str) -> subprocess.Popen[bytes]:
+        command = [
+            *(sys.executable, "-m", "dspark_lab", "+experiment=smoke", f"run.root={self.folder / 'runs'}"),
+            *("data.train.num_prompts=60", "data.validation.num_prompts=8", "benchmark.prompts.num_prompts=8"),
+            *("data.source=live", "data.num_workers=0", "store=mooncake", f"live.url={self.engine.server.url}"),
+            *(f"store.master_address={self.engine.master.address}", f"store.admin_url={self.engine.master.admin_url}"),
+            *(f"run.name={name}", "trainer.log_every_steps=1", *overrides),
+        ]
+        environment = {**os.environ, "DSPARK_LAB_HOME": str(self.folder / "home"), "COLUMNS": "120"}
+        with (self.folder / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def finish(self, process: subprocess.Popen[bytes], name: str) -> None:
+        assert process.wait(300) == 0, (self.folder / f"{name}.log").read_text()[-4000:]
+
+    def call(self, name: str, *overrides: str) -> None:
+        self.finish(self.start(name, *overrides), name)
+
+    def logged(self, name: str, what: str) -> list[float]:
+        run = self.folder / "runs" / name
+        found = curve(read_metrics(run), what) if run.joinpath("metrics.jsonl").exists() else None
+        return [] if found is None else list(found.value)
+
+    def events(self, name: str) -> dict[str, int]:
+        stages = read_results(self.folder / "runs" / name).stages
+        return dict(next(stage.events for stage in stages if stage.name == "train"))
+
+
+@pytest.fixture(scope="module")
+def lab(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """With one run done: "live", of which everything is kept."""
+    made = Lab(tmp_path_factory.mktemp("lab"), engine)
+    made.call("live", "stages=[regenerate,capture,train]", "store.keep=disk")
+    return made
+
+
+def test_training_live_is_the_run_from_the_store_that_the_same_engine_filled(lab: Lab) -> None:
+    lab.call("kept", "stages=train", "store.keep=disk")
+    assert lab.logged("live", "train/loss") == lab.logged("kept", "train/loss")
+    assert len(lab.logged("kept", "train/loss")) == 40
+    assert lab.events("live").keys() == {"live samples generated", "live samples used", "live samples reused"}
+    assert lab.events("kept").keys() == {"live samples used", "live samples reused"}
+    assert object_names(lab.engine.master.admin_url, prefix="cmpl-") == []
+
+
+def test_two_ranks_train_live(lab: Lab) -> None:
+    two = ("trainer.devices=2", "data.rows_per_batch=1", "stages=[capture,train]")
+    lab.call("two", *two)
+    assert lab.logged("two", "tokens") == lab.logged("live", "tokens")
+    assert lab.logged("two", "train/loss") == pytest.approx(lab.logged("live", "train/loss"), rel=0.05)
+    assert object_names(lab.engine.master.admin_url, prefix="cmpl-") == []
+
+
+def test_a_server_killed_in_mid_epoch_and_started_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training waits and goes on: the same rows in the same steps, no sample lost, none twice."""
+    process = lab.start("killed", "stages=[capture,train]", "live.window_samples=64")
+    while len(lab.logged("killed", "train/loss")) < 5:
+        assert process.poll() is None, (lab.folder / "killed.log").read_text()[-4000:]
+        time.sleep(0.02)
+    lab.engine.kill_and_start_again(monkeypatch)
+    assert process.poll() is None and len(lab.logged("killed", "train/loss")) < 40
+    lab.finish(process, "killed")
+    assert lab.logged("killed", "tokens") == lab.logged("live", "tokens")
+    # States in bf16 depend a little on which requests the engine has computed together.
+    assert lab.logged("killed", "train/loss") == pytest.approx(lab.logged("live", "train/loss"), rel=0.05)
+    assert "live samples lost" not in lab.events("killed")
+    assert object_names(lab.engine.master.admin_url, prefix="cmpl-") == []

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from test_datamodule import Recorder, conversations, every_step, fill, identity, outlines, trainer
 from toy_engine import MANIFEST, ToyEngine, live
 
-import dspark_lab.data.live as live_module
+import dspark_lab.data.live_batches as live_module
 from dspark_lab.data.datamodule import HiddenStateDataModule
 from dspark_lab.data.live import LiveDataError
 from dspark_lab.data.loader import ResumableLoader
