@@ -15,6 +15,7 @@ from dspark_lab.data.packing import PackingCounts, SampleOutline, select_samples
 from dspark_lab.records import Batch
 from dspark_lab.signals import heed_only_parent
 from dspark_lab.store.protocol import HiddenStateStore
+from dspark_lab.training.checkpoints import signalled
 from dspark_lab.validation import checked
 
 
@@ -87,6 +88,7 @@ class HiddenStateDataModule(L.LightningDataModule):
             rows=rows,
             batches_per_step=trainer.accumulate_grad_batches if trainer else 1,
             device=trainer.strategy.root_device if trainer else torch.device("cpu"),
+            interrupted=lambda: trainer is not None and signalled(trainer),
         )
         return self._live_loader
 

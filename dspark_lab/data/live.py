@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dspark_lab.capture.protocol import Reason, SampleSource
 from dspark_lab.data.window import Window
 from dspark_lab.records import TokenizedConversation
+from dspark_lab.signals import Requeue
 from dspark_lab.store.protocol import HiddenStateStore
 from dspark_lab.validation import checked
 
@@ -15,6 +16,10 @@ LEAST_COUNTED = 100  # samples; before there are as many, a lost one is less tha
 
 class LiveDataError(RuntimeError):
     """Too little of what the engine delivers can be trained on. All ranks raise it at the same step."""
+
+
+class LiveInterrupted(Requeue):
+    """A signal came while training waited for samples. All ranks raise it at the same step."""
 
 
 class LiveRecipe:

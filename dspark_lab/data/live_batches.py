@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from dspark_lab.store.protocol import (
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.001, 0.02
 RETRY_S = 1.0  # between two requests for the same sample
+INTERRUPT_POLL_S = 0.5  # between two looks for a signal
 SWEEP_S = 30.0  # between two looks for payloads that came too late
 
 
@@ -90,11 +91,16 @@ class LiveBatches:
         self._thread = threading.Thread(target=self._run, name="live-capture", daemon=True)
         self._thread.start()
 
-    def step(self, num_batches: int) -> None:
-        """Wait until as many batches are ready, or ``failure`` is set. What was taken before counts as used."""
+    def step(self, num_batches: int, *, interrupted: Callable[[], bool]) -> bool:
+        """Wait until as many batches are ready, ``failure`` is set or ``interrupted``; whether they are ready.
+
+        What was taken before counts as used.
+        """
         self.release()
         with self._changed:
-            self._changed.wait_for(lambda: self.failure or len(self._ready) >= num_batches)
+            while len(self._ready) < num_batches and not self.failure and not interrupted():
+                self._changed.wait(INTERRUPT_POLL_S)
+            return len(self._ready) >= num_batches
 
     def take(self) -> Batch:
         with self._changed:

@@ -1,12 +1,12 @@
 """The loader of live data: its ranks wait, go on and give up together."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from dspark_lab.data.live import LEAST_COUNTED, LiveCounts, LiveData, LiveDataError
+from dspark_lab.data.live import LEAST_COUNTED, LiveCounts, LiveData, LiveDataError, LiveInterrupted
 from dspark_lab.data.live_batches import LiveBatches
 from dspark_lab.data.loader import ResumableLoader, RowSampler
 from dspark_lab.data.window import check_window, longest_row
@@ -20,14 +20,24 @@ class LiveLoader(ResumableLoader):
     Args:
         batches_per_step: Of one optimizer step, whose payloads are held together.
         device: Of the collectives; pinned memory where it is a GPU.
+        interrupted: Whether this process was told to end: then it does not wait for samples.
 
     Raises ValueError when the window does not hold one optimizer step.
     """
 
-    def __init__(self, data: LiveData, *, rows: RowSampler, batches_per_step: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        data: LiveData,
+        *,
+        rows: RowSampler,
+        batches_per_step: int,
+        device: torch.device,
+        interrupted: Callable[[], bool],
+    ) -> None:
         super().__init__(_Rows(), batch_sampler=rows)
         self.counts = LiveCounts()
         self._data, self._device, self._batches_per_step = data, device, batches_per_step
+        self._interrupted = interrupted
         row = longest_row(
             [len(data.conversations[key]) for key, _ in rows.lengths],
             row_tokens=rows.row_tokens,
@@ -55,8 +65,8 @@ class LiveLoader(ResumableLoader):
         live = self._started(epoch, self.rows.start)
         for index in range(self.rows.start, num_batches):
             if index % self._batches_per_step == 0:
-                live.step(min(self._batches_per_step, num_batches - index))
-                self._agree(live)
+                wanted = min(self._batches_per_step, num_batches - index)
+                self._agree(live, starved=not live.step(wanted, interrupted=self._interrupted))
             self._position = (epoch, index + 1) if index + 1 < num_batches else (epoch + 1, 0)
             yield live.take()
 
@@ -74,15 +84,21 @@ class LiveLoader(ResumableLoader):
             )
         return self._live
 
-    def _agree(self, live: LiveBatches) -> None:
-        """Go on with this optimizer step only if no rank has to stop before it. Raises LiveDataError on all ranks."""
+    def _agree(self, live: LiveBatches, *, starved: bool) -> None:
+        """Go on with this optimizer step only if no rank has to stop before it.
+
+        Raises LiveDataError or LiveInterrupted, on all ranks.
+        """
         counts = self.counts
         finished = counts.generated + counts.reused + counts.lost
-        own = torch.tensor([live.failure is not None, counts.lost, finished], dtype=torch.int64, device=self._device)
-        failed, lost, finished = sum_over_ranks(own).tolist()
+        own = [live.failure is not None, starved, counts.lost, finished]
+        sums = sum_over_ranks(torch.tensor(own, dtype=torch.int64, device=self._device))
+        failed, num_starved, lost, finished = sums.tolist()
         share = self._data.recipe.max_lost_share
         if failed:
             raise LiveDataError("; ".join(dict.fromkeys(filter(None, all_texts(live.failure or "")))))
+        if num_starved:
+            raise LiveInterrupted
         if lost > share * max(finished, LEAST_COUNTED):
             rejected = ", ".join(f"{count} {reason}" for reason, count in counts.rejected.most_common())
             raise LiveDataError(

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from dspark_lab.capture.protocol import REASONS
-from dspark_lab.data.live import LiveCounts, LiveDataError
+from dspark_lab.data.live import LiveCounts, LiveDataError, LiveInterrupted
 from dspark_lab.data.live_loader import LiveLoader
 from dspark_lab.progress import console
 from dspark_lab.records import Batch
@@ -70,7 +70,7 @@ class LiveWatch(Callback):
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         # Before the first step there is nothing to save: the checkpoint that training began with is still the newest.
-        if isinstance(exception, LiveDataError) and self._loops is not None:
+        if isinstance(exception, LiveDataError | LiveInterrupted) and self._loops is not None:
             self._stopped = True
             trainer.save_checkpoint(self.path, weights_only=False)
             console.print(f"train: step {trainer.global_step} is saved; the same command goes on from it")

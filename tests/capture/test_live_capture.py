@@ -303,7 +303,7 @@ def test_training_live_is_the_run_from_the_store_that_the_same_engine_filled(lab
     assert len(lab.logged("kept", "train/loss")) == 40
     assert lab.events("live").keys() == {"live samples generated", "live samples used", "live samples reused"}
     assert lab.events("kept").keys() == {"live samples used", "live samples reused"}
-    assert object_names(lab.engine.master.admin_url, prefix="cmpl-") == []
+    assert object_names(lab.engine.master.admin_url, prefix="cmpl-live-") == []
 
 
 def test_two_ranks_train_live(lab: Lab) -> None:
@@ -311,7 +311,7 @@ def test_two_ranks_train_live(lab: Lab) -> None:
     lab.call("two", *two)
     assert lab.logged("two", "tokens") == lab.logged("live", "tokens")
     assert lab.logged("two", "train/loss") == pytest.approx(lab.logged("live", "train/loss"), rel=0.05)
-    assert object_names(lab.engine.master.admin_url, prefix="cmpl-") == []
+    assert object_names(lab.engine.master.admin_url, prefix="cmpl-live-") == []
 
 
 def test_a_server_killed_in_mid_epoch_and_started_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,4 +327,4 @@ def test_a_server_killed_in_mid_epoch_and_started_again(lab: Lab, monkeypatch: p
     # States in bf16 depend a little on which requests the engine has computed together.
     assert lab.logged("killed", "train/loss") == pytest.approx(lab.logged("live", "train/loss"), rel=0.05)
     assert "live samples lost" not in lab.events("killed")
-    assert object_names(lab.engine.master.admin_url, prefix="cmpl-") == []
+    assert object_names(lab.engine.master.admin_url, prefix="cmpl-live-") == []

@@ -19,6 +19,7 @@ from tiny_training import in_process
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment, answers
 from dspark_lab.nearby import free_port, post_json
 from dspark_lab.report.metrics_log import curve, read_metrics
+from dspark_lab.signals import REQUEUE
 from dspark_lab.store.mooncake_admin import object_names
 
 pytestmark = [
@@ -186,6 +187,25 @@ def test_a_producer_that_stays_away_ends_the_training_with_a_checkpoint(
     own_world.start_producer()
     run_live(run_dir, own_world)
     assert_same_run(run_dir, stored)
+
+
+def test_a_signal_while_training_waits_for_the_engine(own_world: World, stored: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = {"max_steps": STEPS, "checkpoint_every_steps": 1000}
+    process = in_process(train_live, run_dir, own_world.services, **settings)
+    until(lambda: len(losses(run_dir)) >= 2, alive=process)
+    own_world.kill_producer()
+    trained = -1
+    while len(losses(run_dir)) != trained:  # until what was ready is used
+        trained = len(losses(run_dir))
+        time.sleep(2)
+    assert trained < STEPS and process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(30)
+    assert process.exitcode == REQUEUE and own_world.payloads == []
+    own_world.start_producer()
+    run_live(run_dir, own_world, **settings)
+    assert losses(run_dir) == losses(stored)
 
 
 def test_a_master_killed_ends_the_training_and_new_services_let_it_go_on(

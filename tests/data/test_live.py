@@ -149,7 +149,8 @@ def test_a_failing_sample_is_asked_for_again(
 ) -> None:
     engine = ToyEngine()
     engine.faults[samples[3].key] = [fault, fault]
-    loader = module(engine, num_retries=2, timeout_s=0.1).train_dataloader()
+    # A window of one step: the sample of the next epoch is not asked for meanwhile.
+    loader = module(engine, num_retries=2, timeout_s=0.1, window=needed(samples) * 2).train_dataloader()
     for found, wanted in zip(loader, module().train_dataloader(), strict=True):
         assert_same(found, wanted)
     assert loader.counts.rejected == {reason: 2} and loader.counts.regenerated == 2  # pyright: ignore
@@ -252,6 +253,7 @@ def test_another_number_of_ranks_takes_the_rest_of_the_rows_in_the_same_order(mo
             global_rank=rank,
             world_size=world_size,
             accumulate_grad_batches=1,
+            callbacks=[],
             strategy=SimpleNamespace(root_device=torch.device("cpu")),
         )
         return data.train_dataloader()
@@ -303,6 +305,25 @@ def test_a_store_that_cannot_keep_more_ends_the_training_with_the_reason(module:
         list(data.train_dataloader())
     data.close()
     assert engine.payloads == {}
+
+
+def test_counts_are_logged_shown_and_carried_over_a_resume(
+    module: Modules, samples: list[TokenizedConversation], tmp_path: Path
+) -> None:
+    engine = ToyEngine()
+    engine.faults[samples[3].key] = ["nan"]
+    watch, first = LiveWatch(tmp_path / "last.ckpt"), Recorder()
+    fitted = trainer(tmp_path, max_epochs=1, callbacks=[watch, every_step(tmp_path)], log_every_n_steps=1)
+    fitted.fit(first, module(engine))
+    logged = {name: int(value) for name, value in fitted.callback_metrics.items() if name.startswith("live/")}
+    assert logged["live/used"] == len(samples) <= logged["live/generated"]
+    assert logged["live/regenerated"] == logged["live/rejected_non_finite"] == 1 and logged["live/lost"] == 0
+    assert watch.note.startswith("generated ") and f"used {len(samples)}  waiting " in watch.note
+    again = LiveWatch(tmp_path / "last.ckpt")
+    trainer(tmp_path, max_epochs=2, callbacks=[again, every_step(tmp_path)]).fit(
+        Recorder(), module(ToyEngine()), ckpt_path=tmp_path / "step=5.ckpt", weights_only=True
+    )
+    assert again.totals["used"] == 2 * len(samples) and again.totals["rejected_non_finite"] == 1
 
 
 def test_workers_are_refused(module: Modules) -> None:
