@@ -27,6 +27,7 @@ from dspark_lab.store.protocol import (
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.001, 0.02
 RETRY_S = 1.0  # between two requests for the same sample
 INTERRUPT_POLL_S = 0.5  # between two looks for a signal
+LATE_PAYLOADS_S = 5.0  # for payloads of the last requests
 SWEEP_S = 30.0  # between two looks for payloads that came too late
 
 
@@ -196,7 +197,8 @@ class LiveBatches:
 
     def _advance(self) -> bool:
         asked = sum(ticket.answer is not None and ticket.described is None for ticket in self._under_way)
-        self._may_ask = self._recipe.concurrency - asked
+        # While the engine is gone, one request finds out when it is back.
+        self._may_ask = (1 if self._gone_since is not None else self._recipe.concurrency) - asked
         moved = False
         for ticket in self._under_way:
             moved |= self._advance_one(ticket)
@@ -303,18 +305,32 @@ class LiveBatches:
             self._swept_at, self._to_sweep = time.monotonic(), False
 
     def _tidy(self) -> None:
+        """Remove all that is held. What cannot be removed now, the run's next generation removes."""
         self._pool.shutdown(cancel_futures=True)
-        held = [*self._under_way, *self._handed, *self._used]
-        held += [ticket for planned in self._open for ticket in planned.tickets]
-        held += [ticket for _, tickets in self._ready for ticket in tickets]
-        # What cannot be removed now, the run's next generation removes.
+        held = self._held_payloads()
         with suppress(MasterUnreachableError, MooncakeError):
-            self._source.remove([ticket.described for ticket in held if ticket.described is not None])
-            for ticket in held:
-                if ticket.described is None and ticket.answer is not None and ticket.answer.done():
-                    with suppress(Exception):  # of the request
-                        self._source.remove([ticket.answer.result()])
+            deadline, late = time.monotonic() + LATE_PAYLOADS_S, held
+            while late and time.monotonic() < deadline:  # a reply may come before its payload
+                late = [described for described in late if not self._arrived(described)]
+                time.sleep(LONGEST_POLL_S if late else 0)
+            self._source.remove(held)
             self._source.remove_strays()
+
+    def _held_payloads(self) -> list[Described]:
+        tickets = [*self._under_way, *self._handed, *self._used]
+        tickets += [ticket for planned in self._open for ticket in planned.tickets]
+        tickets += [ticket for _, batch in self._ready for ticket in batch]
+        held = {id(ticket): ticket.described for ticket in tickets if ticket.described is not None}
+        for ticket in tickets:
+            if ticket.described is None and ticket.answer is not None:
+                with suppress(Exception):  # of the request, or that it was cancelled
+                    held[id(ticket)] = ticket.answer.result()
+        return list(held.values())
+
+    def _arrived(self, described: Described) -> bool:
+        with suppress(CaptureError):
+            return self._source.ready(described)
+        return True  # or will not
 
 
 def blank(conversation: TokenizedConversation, manifest: Manifest) -> TargetSample:

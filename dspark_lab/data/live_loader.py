@@ -10,6 +10,7 @@ from dspark_lab.data.live import LEAST_COUNTED, LiveCounts, LiveData, LiveDataEr
 from dspark_lab.data.live_batches import LiveBatches
 from dspark_lab.data.loader import ResumableLoader, RowSampler
 from dspark_lab.data.window import check_window, longest_row
+from dspark_lab.progress import console
 from dspark_lab.records import Batch
 from dspark_lab.training.collectives import all_texts, sum_over_ranks
 
@@ -57,7 +58,10 @@ class LiveLoader(ResumableLoader):
     def close(self) -> None:
         """End the capture and remove what it holds in Mooncake."""
         if self._live is not None:
+            told = self._live.failure
             self._live.close()
+            if self._live.failure != told:
+                console.print(f"live data, at its end: {self._live.failure}")
             self._live = None
 
     def _drawn(self) -> Iterator[Batch]:

@@ -74,6 +74,8 @@ class ToyEngine(SampleSource):
             return {"handle": handle, "at": time.monotonic() + self._random.uniform(0, self.slow_s)}
 
     def ready(self, described: Described) -> bool:
+        if described["handle"] not in self.payloads:
+            return False
         fault = self.payloads[described["handle"]][1]
         if fault == "failed":
             raise CaptureError("connector failed", reason="producer")
