@@ -21,6 +21,7 @@ NOT_IDENTITY = frozenset(
         "home",
         "store",
         "cluster",
+        "live",
         "logger",
         "report",
         "evaluate",
@@ -32,7 +33,7 @@ NOT_IDENTITY = frozenset(
 NOT_IDENTITY_WITHIN = {
     "trainer": frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"}),
     "engine": frozenset({"home", "endpoints", "endpoints_file", "concurrency", "timeout_s", "patience_s", "probe"}),
-    "data": frozenset({"num_workers", "prefetch_factor"}),
+    "data": frozenset({"source", "num_workers", "prefetch_factor"}),
     "callbacks": frozenset({"replay", "decode", "early_stop"}),
 }
 # These count only by their product, the rows of an optimizer step: a run may go on with another number of ranks.

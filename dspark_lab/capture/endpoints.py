@@ -37,6 +37,10 @@ class EndpointError(RuntimeError):
     """No server did what was asked for."""
 
 
+class NoServerError(EndpointError):
+    """No server is usable now; nothing is wrong with the request."""
+
+
 class RefusedError(EndpointError):
     """A server says that the request itself is wrong: no other one is asked."""
 
@@ -146,7 +150,8 @@ class EndpointPool:
 
         Raises:
             RefusedError: a server found fault with the request.
-            EndpointError: ``NUM_TRIES`` failed, or no server was usable in time.
+            NoServerError: none was usable in time.
+            EndpointError: ``NUM_TRIES`` failed.
         """
         failed: list[str] = []
         last: Endpoint | None = None
@@ -210,7 +215,7 @@ class EndpointPool:
                 if left <= 0 or hopeless or self._closed.is_set():
                     told = "; ".join(map(str, listed)) or "none is listed"
                     waited = "closed" if self._closed.is_set() else f"none within {self.patience_s:g} s"
-                    raise EndpointError(f"no usable server ({'none is admitted' if hopeless else waited}): {told}")
+                    raise NoServerError(f"no usable server ({'none is admitted' if hopeless else waited}): {told}")
                 self.check()
                 self._changed.wait(min(left, self.probe_every_s))
             endpoint = min(found, key=lambda endpoint: (endpoint.under_way, endpoint.last_turn))

@@ -96,7 +96,7 @@ class LocalCluster:
 
     Args:
         folder: Of their logs.
-        mooncake: Without addresses, which are chosen here.
+        mooncake: Without addresses, which are chosen here; with those of a parent that has started it already.
 
     Raises (each of the methods): ServiceError with the tail of the log when a service does not get ready.
     """
@@ -113,6 +113,8 @@ class LocalCluster:
         self._storage: list[Service] = []
 
     def mooncake(self) -> MooncakeConnection:
+        if self._planned.master_address is not None:
+            return self._planned
         if self._running is None:
             host, role = self._planned.local_hostname, self.storage.role
             console.print(f"cluster: starting Mooncake ({self.folder})")

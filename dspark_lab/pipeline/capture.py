@@ -1,4 +1,4 @@
-"""Stage *capture*: the target's states of every conversation go into the store."""
+"""Stage *capture*: the target's states of every conversation go into the store; with live data, not the training ones."""
 
 import time
 from dataclasses import asdict
@@ -12,8 +12,11 @@ from dspark_lab.report.vocabulary import metric
 
 def capture(parts: Parts) -> Outcome:
     """The target's states of every conversation that the store does not hold yet."""
-    store, wanted = parts.store, {c.key: c for split in parts.tokenized.values() for c in split}
-    given = sum(len(split) for split in parts.tokenized.values())
+    live = parts.corpus.source == "live"
+    splits = {split: samples for split, samples in parts.tokenized.items() if split != "train" or not live}
+    store, wanted = parts.store, {c.key: c for samples in splits.values() for c in samples}
+    given = sum(len(samples) for samples in parts.tokenized.values())
+    left = given - sum(len(samples) for samples in splits.values())
     num_split = given + len(parts.unmaskable) - sum(map(len, parts.conversations.values()))
     there = set(store.keys())
     missing = [conversation for key, conversation in wanted.items() if key not in there]
@@ -26,10 +29,12 @@ def capture(parts: Parts) -> Outcome:
     store.ensure_room(size)
     started = time.monotonic()
     if missing:  # else the target's weights need not be loaded at all
-        for key, sample in track(parts.target.capture(missing), "capture", total=len(missing)):
+        engine = parts.source if live else parts.target
+        for key, sample in track(engine.capture(missing), "capture", total=len(missing)):
             store.put(key, sample)
         store.sync()
-    parts.cluster.stop_engine()  # what comes next needs its memory
+    if not live:
+        parts.cluster.stop_engine()  # what comes next needs its memory
     supervised = sum(int(conversation.loss_mask.sum()) for conversation in wanted.values())
     metrics = [
         metric("num_conversations", len(wanted), origin="measured"),
@@ -41,11 +46,13 @@ def capture(parts: Parts) -> Outcome:
         speed = num_tokens / (time.monotonic() - started)
         metrics.append(metric("capture_tokens_per_s", speed, origin="measured"))
     dropped = {
-        "same content as another conversation": given - len(wanted),
+        "same content as another conversation": given - left - len(wanted),
         "cannot be masked with this template": len(parts.unmaskable),
     }
     events = {"captured": len(missing), "already in the store": len(wanted) - len(missing)}
     events |= parts.target.take_events()
+    if live:
+        events["left to live capture"] = left
     if num_split:
         events["further samples of conversations split by turn"] = num_split
     cards = source_cards(parts.corpus.train, parts.splits.train, parts.tokenized["train"])
@@ -53,7 +60,7 @@ def capture(parts: Parts) -> Outcome:
         console.print(f"source {card.name}: {card.num_prompts} prompts, {card.num_tokens} tokens")
     return {
         "num_in": given + len(parts.unmaskable),
-        "num_out": len(wanted),
+        "num_out": len(wanted) + left,
         "dropped": {reason: count for reason, count in dropped.items() if count},
         "events": events,
         "sources": [asdict(card) for card in cards],

@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 Rule = tuple[Callable[[Mapping[str, str], Any], bool], str]
+KEPT = (None, "disk")  # what store.keep may be
 
 CONTRADICTIONS: Sequence[Rule] = (
     (
@@ -13,7 +14,9 @@ CONTRADICTIONS: Sequence[Rule] = (
             chosen["engine"] == "vllm"
             and chosen["cluster"] == "none"
             and not _endpoints(config)
-            and bool({"regenerate", "capture"} & set(_stages(config)))
+            and bool(
+                {"regenerate", "capture", *(["train"] if config.data.source == "live" else [])} & set(_stages(config))
+            )
         ),
         "engine=vllm needs servers: cluster=local starts them; or name those that run in engine.endpoints or "
         "engine.endpoints_file",
@@ -44,13 +47,37 @@ CONTRADICTIONS: Sequence[Rule] = (
         "data.num_workers>0 with store=mooncake: a forked worker cannot use Mooncake, whose threads are gone in it. Set "
         "data.num_workers=0",
     ),
+    (
+        lambda chosen, config: config.data.source == "live" and chosen["engine"] != "vllm",
+        "data.source=live needs servers that capture: set engine=vllm",
+    ),
+    (
+        lambda chosen, config: config.data.source == "live" and chosen["store"] != "mooncake",
+        "data.source=live without store=mooncake: live samples travel through Mooncake. Set store=mooncake, and "
+        "store.keep=disk to keep them on disk too",
+    ),
+    (
+        lambda chosen, config: (
+            chosen["store"] == "mooncake" and config.data.source == "stored" and config.store.keep is not None
+        ),
+        "store.keep has no effect with data.source=stored: use store=disk, or data.source=live",
+    ),
+    (
+        lambda chosen, config: chosen["store"] == "mooncake" and config.store.keep not in KEPT,
+        "store.keep: null, or disk",
+    ),
 )
 """(what is chosen, config) -> whether it contradicts itself, and what to do."""
 
 
-def refuse_contradictions(config: DictConfig, choices: Mapping[str, str]) -> None:
-    """Raises ValueError with every contradiction among the choices."""
+def refuse_contradictions(config: DictConfig, choices: Mapping[str, str], *, num_ranks: int) -> None:
+    """Raises ValueError with every contradiction among the choices; ``num_ranks`` of a group that was started elsewhere."""
     found = [told for contradicts, told in CONTRADICTIONS if contradicts(choices, config)]
+    if choices["store"] == "mooncake" and num_ranks > 1 and config.store.generation is None:
+        found.append(
+            f"store=mooncake in one of {num_ranks} ranks that were not started by this pipeline: give all of them the same "
+            "store.generation, else each would remove what the others have put"
+        )
     if found:
         raise ValueError("; ".join(found))
 

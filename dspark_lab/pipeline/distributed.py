@@ -62,9 +62,12 @@ def train_as_group(parts: Parts) -> Outcome:
     outcome = folder / OUTCOME_FILE
     outcome.unlink(missing_ok=True)
     parts.release()
+    if parts.corpus.source == "live":
+        _ = parts.source  # before the ranks put anything: it removes what earlier starts left
     num_ranks = count_ranks(parts.config)
     console.print(f"train: {num_ranks} ranks, logs in {folder}")
     launch(rank_command(parts), num_ranks=num_ranks, folder=folder)
+    parts.end_capture()
     said = json.loads(outcome.read_text())
     return said["record"], [Metric(**entry) for entry in said["metrics"]]
 
@@ -90,21 +93,23 @@ def rank_command(parts: Parts) -> list[str]:
         f"run.root={_quoted(parts.run.directory.parent.absolute())}",
         f"run.name={_quoted(parts.run.directory.name)}",
         "run.fresh=false",
-        *joined_store(parts),
+        *joined_services(parts),
     ]
 
 
-def joined_store(parts: Parts) -> list[str]:
-    """Overrides with which a rank finds this process's samples in Mooncake instead of starting a generation of its own."""
+def joined_services(parts: Parts) -> list[str]:
+    """Overrides with which a rank uses this process's services and generation instead of starting its own."""
     if parts.info.choices["store"] != "mooncake":
         return []
-    store: Any = parts.store
-    master_address = store.connection["master_address"]
-    return [
-        f"store.generation={store.generation}",
-        f"store.master_address={master_address}",
-        f"store.admin_url={store.admin_url}",
+    mooncake = parts.cluster.mooncake()
+    joined = [
+        f"store.generation={parts.generation}",
+        f"cluster.mooncake.master_address={mooncake.master_address}",
+        f"cluster.mooncake.admin_url={mooncake.admin_url}",
     ]
+    if parts.corpus.source == "live" and parts.info.choices["cluster"] == "local":
+        joined.append(f"engine.endpoints=[{','.join(parts.source_urls)}]")
+    return joined
 
 
 def _quoted(value: Path | str) -> str:

@@ -2,15 +2,20 @@
 
 import gc
 import socket
-from functools import cached_property
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from dspark_lab.capture.client import CaptureClient
+from dspark_lab.capture.endpoints import EndpointPool
 from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.checkpoint.export import Export
 from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
@@ -19,6 +24,7 @@ from dspark_lab.cluster.local import Cluster
 from dspark_lab.data.answers import AnswerBook, Assignment
 from dspark_lab.data.corpus import Corpus
 from dspark_lab.data.datamodule import HiddenStateDataModule
+from dspark_lab.data.live import LiveData, LiveRecipe
 from dspark_lab.data.packing import SampleOutline
 from dspark_lab.data.prompts import Splits, disjoint, to_prompt
 from dspark_lab.data.screening import OverlapCount, Screened, screen_answers, screen_prompts
@@ -27,6 +33,7 @@ from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
 from dspark_lab.evaluation.recipe import Benchmark, Evaluation, Serving
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.combinations import refuse_contradictions
+from dspark_lab.pipeline.live import live_data
 from dspark_lab.progress import console
 from dspark_lab.records import Conversation, TokenizedConversation, content_hash
 from dspark_lab.report.results import RunInfo
@@ -34,7 +41,11 @@ from dspark_lab.run import Run
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
 from dspark_lab.target.chat import tokenize_maskable
 from dspark_lab.target.protocol import Target
+from dspark_lab.target.vllm import VllmTarget
 from dspark_lab.training.place import Place
+
+LIVE_PATIENCE_S = 2.0
+"""A live request waits so long for a usable server; how long training waits is ``live.engine_deadline_s``."""
 
 
 class Parts:
@@ -48,17 +59,26 @@ class Parts:
         self.evaluation: Evaluation = build(config, "evaluate")
         self.export: Export = build(config, "export")
         self.serving: Serving = build(config, "serve")
+        self.live: LiveRecipe = build(config, "live")
+        self._open = ExitStack()
         if place.group_folder is None:  # a rank of a group uses what the group's parent has started
-            refuse_contradictions(config, info.choices)
+            refuse_contradictions(config, info.choices, num_ranks=place.num_ranks)
 
     def close(self) -> None:
         """Publish what the store still buffers, and end the services that this run has started."""
-        try:
-            if "store" in self.__dict__:
-                self.store.close()
-        finally:
+        with ExitStack() as closing:
             if "cluster" in self.__dict__:
-                self.cluster.close()
+                closing.callback(self.cluster.close)
+            closing.callback(self.end_capture)
+            if "store" in self.__dict__:
+                closing.callback(self.store.close)
+
+    def end_capture(self) -> None:
+        """Let go of the engine of live data, and of its memory."""
+        self.__dict__.pop("source", None)
+        self._open.close()
+        if "cluster" in self.__dict__:
+            self.cluster.stop_engine()
 
     def release(self) -> None:
         """Free the memory of target and drafter, for processes that need the same GPUs. A later stage builds them anew."""
@@ -181,21 +201,49 @@ class Parts:
         }
 
     @cached_property
-    def store(self) -> HiddenStateStore:
+    def manifest(self) -> Manifest:
         engine = self.info.choices["engine"]
-        manifest = Manifest.for_target(self.target.spec, engine=engine, dtype=self.config.capture.dtype)
-        place: dict[str, Any] = {}
+        return Manifest.for_target(self.target.spec, engine=engine, dtype=self.config.capture.dtype)
+
+    @cached_property
+    def store(self) -> HiddenStateStore:
+        """Of all samples; with live data, of those that training does not capture itself."""
         match self.info.choices["store"]:
             case "memory":
-                pass
-            case "mooncake":
-                place = {"namespace": f"{self.run.name}-{self.owner}"}
+                return build(self.config, "store", manifest=self.manifest)
+            case "mooncake" if self.config.store.keep is None:
+                place: dict[str, Any] = {"namespace": f"{self.run.name}-{self.owner}"}
                 if self.info.choices["cluster"] == "local" and self.place.group_folder is None:
                     started = self.cluster.mooncake()
                     place |= {"master_address": started.master_address, "admin_url": started.admin_url}
+                return build(self.config, "store", without=("keep", "disk"), manifest=self.manifest, **place)
+            case "mooncake":
+                return self._on_disk("store.disk")
             case _:
-                place = {"root": self.home / "states" / manifest.content_hash}
-        return build(self.config, "store", manifest=manifest, **place)
+                return self._on_disk("store")
+
+    def _on_disk(self, key: str) -> HiddenStateStore:
+        root = self.home / "states" / self.manifest.content_hash
+        return build(self.config, key, manifest=self.manifest, root=root)
+
+    @cached_property
+    def generation(self) -> str:
+        """Of this start of the run in Mooncake; all its processes share it."""
+        return self.config.store.generation or getattr(self.store, "generation", None) or uuid4().hex
+
+    @cached_property
+    def source(self) -> CaptureClient:
+        """The servers that capture, with data.source=live, until ``end_capture``."""
+        assert isinstance(self.target, VllmTarget)
+        capturing = self.target.capturing(
+            self.tokenized["train"], generation=self.generation, patience_s=LIVE_PATIENCE_S
+        )
+        return self._open.enter_context(capturing)
+
+    @property
+    def source_urls(self) -> Sequence[str]:
+        assert isinstance(self.source.endpoints, EndpointPool)
+        return self.source.endpoints.usable
 
     @cached_property
     def imported(self) -> Checkpoint | None:
@@ -244,7 +292,13 @@ class Parts:
             num_workers=self.corpus.num_workers,
             prefetch_factor=self.corpus.prefetch_factor,
             seed=self.config.seed,
+            live=self.live_data if self.corpus.source == "live" else None,
         )
+
+    @property
+    def live_data(self) -> LiveData:
+        kept = partial(self._on_disk, "store.disk") if self.config.store.keep else None
+        return live_data(self.source, self.tokenized["train"], recipe=self.live, kept=kept)
 
     @cached_property
     def drafter(self) -> Drafter:

@@ -19,8 +19,9 @@ from dspark_lab.report.metrics_log import read_metrics
 from dspark_lab.report.vocabulary import metric
 from dspark_lab.target.precision import resolve_device
 from dspark_lab.training.accounting import Accounting, StepProgress
-from dspark_lab.training.checkpoints import NEWEST_FIRST, checkpoint_step, first_whole
+from dspark_lab.training.checkpoints import LAST, NEWEST_FIRST, checkpoint_step, first_whole
 from dspark_lab.training.guards import SpikeGuard, StopOnNonFiniteLoss
+from dspark_lab.training.live import LiveWatch
 from dspark_lab.training.loggers import finish_wandb
 
 
@@ -39,6 +40,9 @@ def train(parts: Parts) -> Outcome:
         StopOnNonFiniteLoss(run_dir=parts.run.directory),
         StepProgress(),
     ]
+    watch = LiveWatch(parts.run.checkpoints / LAST) if parts.corpus.source == "live" else None
+    if watch is not None:
+        watchers.append(watch)
     loggers = [
         JsonLinesLogger(directory=parts.run.directory),
         build(parts.config, "logger", run_dir=parts.run.directory, run_name=parts.run.name),
@@ -67,6 +71,8 @@ def train(parts: Parts) -> Outcome:
         trainer.fit(drafter, datamodule=data, ckpt_path=last, weights_only=True)
         failed = False
     finally:
+        data.close()
+        parts.end_capture()
         finish_wandb(failed=failed)
     metrics = [
         metric("num_parameters", sum(p.numel() for p in drafter.parameters()), origin="measured"),
@@ -82,6 +88,8 @@ def train(parts: Parts) -> Outcome:
     skipped = sum(watcher.num_skipped for watcher in watchers if isinstance(watcher, SpikeGuard))
     if skipped:
         used["events"]["steps skipped by the spike guard"] = skipped
+    if watch is not None:
+        used["events"] |= watch.events
     return {**used, "num_in": len(parts.tokenized["train"])}, metrics
 
 

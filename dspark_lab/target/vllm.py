@@ -162,12 +162,23 @@ class VllmTarget:
             yield from client.capture(conversations)
 
     @contextmanager
-    def capturing(self, conversations: Sequence[TokenizedConversation]) -> Iterator[CaptureClient]:
-        """A client of the servers that capture; each is probed with some of ``conversations`` before it is used."""
+    def capturing(
+        self,
+        conversations: Sequence[TokenizedConversation],
+        *,
+        generation: str | None = None,
+        patience_s: float | None = None,
+    ) -> Iterator[CaptureClient]:
+        """A client of the servers that capture; each is probed with some of ``conversations`` before it is used.
+
+        ``generation``: of the run's other clients; None begins one. ``patience_s``: instead of the target's.
+        """
         connection = self.cluster.mooncake()
+        assert connection.admin_url
         settings: dict[str, Any] = {
+            "admin_url": connection.admin_url,
             "namespace": self.namespace,
-            "generation": uuid.uuid4().hex,  # the probes' payloads are no orphans
+            "generation": generation or uuid.uuid4().hex,  # the probes' payloads are no orphans
             "manifest": Manifest.for_target(self.spec, engine="vllm", dtype=self.engine_dtype),
             "concurrency": self.concurrency,
             "timeout_s": self.timeout_s,
@@ -181,21 +192,23 @@ class VllmTarget:
 
         with closing(MooncakeClient(**connection.of_client)) as mooncake:
             layer_ids = (*self.spec.layer_ids, self.spec.num_layers)
-            with self._pool(layer_ids=layer_ids, admit=admit) as pool:
+            with self._pool(layer_ids=layer_ids, admit=admit, patience_s=patience_s) as pool:
                 client = CaptureClient(mooncake, endpoints=pool, **settings)
-                assert connection.admin_url
-                client.remove_orphans(connection.admin_url)
+                client.remove_orphans()
                 yield client
 
     @contextmanager
-    def _pool(self, *, layer_ids: tuple[int, ...], admit: Any) -> Iterator[EndpointPool]:
+    def _pool(
+        self, *, layer_ids: tuple[int, ...], admit: Any, patience_s: float | None = None
+    ) -> Iterator[EndpointPool]:
         source = self.endpoints_file or self.endpoints
         if not source:
             limit = self.spec.max_position_embeddings
             source = self.cluster.engine(
                 self.resolved.folder, layer_ids=layer_ids, dtype=self.engine_dtype, max_tokens=limit
             )
-        with EndpointPool(source, patience_s=self.patience_s, admit=admit, check=self.cluster.check) as pool:
+        patience_s = self.patience_s if patience_s is None else patience_s
+        with EndpointPool(source, patience_s=patience_s, admit=admit, check=self.cluster.check) as pool:
             try:
                 yield pool
             finally:

@@ -133,7 +133,9 @@ class StepProgress(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         shown = {name: trainer.callback_metrics.get(name) for name in ("train/loss", "val/acceptance_length")}
-        note = "  ".join(f"{name} {float(value):.3f}" for name, value in shown.items() if value is not None)
+        notes = [f"{name} {float(value):.3f}" for name, value in shown.items() if value is not None]
+        notes += [callback.note for callback in trainer.callbacks if hasattr(callback, "note")]  # pyright: ignore
+        note = "  ".join(notes)
         self._progress.update(self._task, completed=trainer.global_step, note=note)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -138,6 +138,11 @@ class SaveOnSignal(Callback):
         self._handlers.close()
 
 
+def signalled(trainer: L.Trainer) -> bool:
+    """Whether this process got a signal that ``SaveOnSignal`` has not heeded yet."""
+    return any(callback.received for callback in trainer.callbacks if isinstance(callback, SaveOnSignal))  # pyright: ignore
+
+
 def first_whole(folder: Path, names: Sequence[str] = NEWEST_FIRST) -> tuple[Path | None, list[Path]]:
     """The first of ``names`` in ``folder`` that is there and whole, and the damaged ones that were passed over."""
     damaged = []

@@ -19,3 +19,12 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def any_rank(value: bool, *, device: torch.device) -> bool:
     """Whether ``value`` is True on any rank."""
     return bool(sum_over_ranks(torch.tensor(value, dtype=torch.int32, device=device)))
+
+
+def all_texts(text: str) -> list[str]:
+    """The texts of all ranks, on each. For what is said at the end of a run: it pickles."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [text]
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts

@@ -1,20 +1,28 @@
 """States of the tiny target from a real vLLM through a real Mooncake are those of Transformers."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dspark_lab.capture.client import CaptureClient, CaptureError
+from dspark_lab.capture.client import CaptureClient
 from dspark_lab.capture.endpoints import Endpoint
+from dspark_lab.capture.protocol import CaptureError, EngineUnreachableError
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment
 from dspark_lab.cluster.vllm import VllmServer, capture_arguments
 from dspark_lab.records import TokenizedConversation
+from dspark_lab.report.metrics_log import curve, read_metrics
+from dspark_lab.report.results import read_results
 from dspark_lab.store.mooncake_admin import object_names
 from dspark_lab.store.protocol import Manifest
 
@@ -40,19 +48,41 @@ MANIFEST = Manifest(
 )
 
 
-@dataclass
 class Engine:
-    server: VllmServer
-    master: MooncakeMaster
-    client: "MooncakeClient"
+    """vLLM that captures, a master and a segment; ``client`` is connected to them."""
+
+    def __init__(self, folder: Path, master: MooncakeMaster) -> None:
+        self.folder, self.master = folder, master
+        self.client = MooncakeClient(
+            master_address=master.address, protocol="tcp", rdma_devices="", local_hostname="127.0.0.1"
+        )
+        self.start()
+
+    def start(self) -> None:
+        connection = {
+            "local_hostname": "127.0.0.1",
+            "master_server_address": self.master.address,
+            "global_segment_size": 0,
+            "local_buffer_size": 2**24,
+        }
+        capturing = capture_arguments((*LAYER_IDS, NUM_LAYERS), mooncake=connection)
+        arguments = (*capturing, "--dtype", "bfloat16", "--max-model-len", "1024")
+        self.server = VllmServer(folder=self.folder, model=MODEL, arguments=arguments, on_cpu=True)
+
+    def kill_and_start_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """SIGKILL to the server and its engine, then another one at the same port."""
+        watcher, port = self.server._process.pid, int(self.server.url.rpartition(":")[2])
+        (server,) = Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split()
+        os.killpg(int(server), signal.SIGKILL)
+        self.server._process.wait(30)
+        monkeypatch.setattr("dspark_lab.cluster.vllm.free_port", lambda host: port)
+        self.start()
 
     def capturing(self, **settings: Any) -> CaptureClient:
         chosen = {
-            "namespace": "run",
-            "generation": None,
-            "endpoints": Endpoint(self.server.url, MODEL),
-            "manifest": MANIFEST,
-        }
+            "admin_url": self.master.admin_url, "namespace": "run", "generation": None,
+            "endpoints": Endpoint(self.server.url, MODEL), "manifest": MANIFEST,
+        }  # fmt: skip
         return CaptureClient(self.client, **{**chosen, "concurrency": 4, "timeout_s": 60.0, **settings})
 
 
@@ -60,19 +90,9 @@ class Engine:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     folder = tmp_path_factory.mktemp("services")
     with MooncakeMaster(folder=folder) as master, MooncakeSegment(master, folder=folder, num_bytes=2**28):
-        connection = {
-            "local_hostname": "127.0.0.1",
-            "master_server_address": master.address,
-            "global_segment_size": 0,
-            "local_buffer_size": 2**24,
-        }
-        capturing = capture_arguments((*LAYER_IDS, NUM_LAYERS), mooncake=connection)
-        arguments = (*capturing, "--dtype", "bfloat16", "--max-model-len", "1024")
-        with VllmServer(folder=folder, model=MODEL, arguments=arguments, on_cpu=True) as server:
-            client = MooncakeClient(
-                master_address=master.address, protocol="tcp", rdma_devices="", local_hostname="127.0.0.1"
-            )
-            yield Engine(server, master, client)
+        made = Engine(folder, master)
+        yield made
+        made.server.stop()
 
 
 def conversations(number: int) -> list[TokenizedConversation]:
@@ -116,22 +136,40 @@ def test_nothing_stays_in_mooncake(engine: Engine) -> None:
 def test_a_restarted_run_removes_what_the_killed_one_left(engine: Engine) -> None:
     killed, other = engine.capturing(), engine.capturing(namespace="run-2")
     (conversation,) = conversations(1)
-    left, kept = killed._request(conversation), other._request(conversation)
+    left, kept = killed.submit(conversation), other.submit(conversation)
     for client, described in ((killed, left), (other, kept)):
-        client._wait_for(described["handle"])
-    assert engine.capturing().remove_orphans(engine.master.admin_url) == 1
+        while not client.ready(described):
+            time.sleep(0.01)
+    assert engine.capturing(generation=killed.generation).remove_orphans() == 0  # another rank
+    assert engine.capturing().remove_orphans() == 1
     assert object_names(engine.master.admin_url, prefix="") == [kept["handle"]]
-    assert other.remove_orphans(engine.master.admin_url) == 0  # its own
+    assert other.remove_orphans() == 0  # its own
     other.take(conversation, kept)
+    assert object_names(engine.master.admin_url, prefix="") == []
     with pytest.raises(ValueError, match="namespace='a b'"):
         engine.capturing(namespace="a b")
+
+
+def test_a_payload_that_comes_after_it_was_given_up_is_removed(engine: Engine) -> None:
+    client, another = engine.capturing(), engine.capturing()
+    (conversation,) = conversations(1)
+    given_up, wanted, theirs = client.submit(conversation), client.submit(conversation), another.submit(conversation)
+    client.remove([given_up])
+    for source, described in ((client, wanted), (another, theirs)):
+        while not source.ready(described):
+            time.sleep(0.01)
+    while given_up["handle"] in object_names(engine.master.admin_url, prefix=""):
+        client.remove_strays()
+    assert sorted(object_names(engine.master.admin_url, prefix="")) == sorted([wanted["handle"], theirs["handle"]])
+    client.remove([wanted])
+    another.remove([theirs])
 
 
 def test_payloads_withstand_eviction(engine: Engine) -> None:
     """Mooncake evicts the oldest at 90 %; a payload that no one has read yet is not among them."""
     client = engine.capturing()
     (conversation,) = conversations(1)
-    described = client._request(conversation)
+    described = client.submit(conversation)
     while not object_names(
         engine.master.admin_url, prefix=described["handle"]
     ):  # asking Mooncake itself would lease it
@@ -155,7 +193,7 @@ def test_a_stock_consumer_reads_what_our_connector_writes(engine: Engine) -> Non
         )
     ).setup()  # fmt: skip
     (conversation,) = conversations(3)[2:]
-    described = engine.capturing()._request(conversation)
+    described = engine.capturing().submit(conversation)
     theirs = store.get_sample(dict(described), timeout=60)
     ours = engine.capturing().take(conversation, described)
     assert torch.equal(theirs["hidden_states"][:, :-1], ours.hidden_states)
@@ -177,7 +215,7 @@ def test_a_model_that_the_server_does_not_have(engine: Engine) -> None:
     ],
 )
 def test_what_was_not_asked_for_is_refused(engine: Engine, settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(CaptureError, match=says):
+    with pytest.raises((CaptureError, EngineUnreachableError), match=says):
         list(engine.capturing(**settings).capture(conversations(1)))
 
 
@@ -187,23 +225,121 @@ def test_a_damaged_payload_is_refused(engine: Engine) -> None:
     asked, other = conversations(8)[6:]
 
     def described() -> dict[str, Any]:
-        return json.loads(json.dumps(engine.capturing()._request(asked)))
+        return json.loads(json.dumps(engine.capturing().submit(asked)))
+
+    def refused(says: str, reason: str, answer: Callable[[], Any]) -> None:
+        with pytest.raises(CaptureError, match=says) as caught:
+            answer()
+        assert caught.value.reason == reason
+
+    def told(conversation: TokenizedConversation, description: dict[str, Any]) -> Callable[[], Any]:
+        """The server's reply to ``conversation`` holds ``description``."""
+        liar = engine.capturing()
+        liar._post = lambda conversation, owner: {"kv_transfer_params": description}
+        return lambda: liar.submit(conversation)
 
     swapped = replace(asked, token_ids=asked.token_ids.flip(0))
-    with pytest.raises(CaptureError, match="other token ids than were sent"):
-        client.take(swapped, described())
+    refused("other token ids than were sent", "token_ids", lambda: client.take(swapped, described()))
     short = described()
     short["metadata"]["total_aligned_bytes"] += 64
-    with pytest.raises(CaptureError, match="bytes arrived of"):
-        client.take(asked, short)
-    with pytest.raises(CaptureError, match="have version 2, this code reads 1"):
-        client.take(asked, described() | {"version": 2})
-    with pytest.raises(CaptureError, match="no payload after 1 s"):
-        client.take(asked, described() | {"handle": "nowhere"})
+    refused("bytes arrived of", "truncated", lambda: client.take(asked, short))
+    nowhere = described() | {"handle": "nowhere"}
+    refused("no payload after 1 s", "no_payload", lambda: client.take(asked, nowhere))
     failed = engine.client.take(64)
     failed[:] = torch.frombuffer(bytearray(b'{"error": "Non-finite"}'.ljust(64)), dtype=torch.uint8)
     engine.client.put(["broken:error"], [failed])
-    with pytest.raises(CaptureError, match=r"connector failed.*Non-finite"):
-        client.take(asked, described() | {"handle": "broken"})
-    with pytest.raises(CaptureError, match="the engine captured"):
-        client.take(other, described())
+    broken = described() | {"handle": "broken"}
+    refused(r"connector failed.*Non-finite", "non_finite", lambda: client.take(asked, broken))
+    refused("have version 2, this code reads 1", "description", told(asked, described() | {"version": 2}))
+    refused("the engine captured", "description", told(other, described()))
+    refused("not of the wire format", "description", told(asked, {"version": 1, "handle": "garbage"}))
+    beyond = described()
+    beyond["tensors"]["token_ids"]["offset"] += 2**20
+    refused("the engine captured", "description", told(asked, beyond))
+    smaller = described()
+    smaller["tensors"]["hidden_states"]["nbytes"] //= 2
+    refused("not of the wire format", "description", told(asked, smaller))
+    engine.capturing().remove_orphans()
+
+
+class Lab:
+    """Live runs of the smoke experiment, with one cache."""
+
+    def __init__(self, folder: Path, engine: Engine) -> None:
+        self.folder, self.engine = folder, engine
+
+    def start(self, name: str, *overrides: str) -> subprocess.Popen[bytes]:
+        command = [
+            *(sys.executable, "-m", "dspark_lab", "+experiment=smoke", f"run.root={self.folder / 'runs'}"),
+            *("data.train.num_prompts=60", "data.validation.num_prompts=8", "benchmark.prompts.num_prompts=8"),
+            *(f"run.name={name}", "trainer.log_every_steps=1", *overrides),
+        ]
+        environment = {**os.environ, "DSPARK_LAB_HOME": str(self.folder / "home"), "COLUMNS": "120"}
+        with (self.folder / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    @property
+    def live(self) -> Sequence[str]:
+        return (
+            *("engine=vllm", f"engine.endpoints=[{self.engine.server.url}]", "engine.concurrency=8"),
+            *("data.source=live", "data.num_workers=0", "store=mooncake"),
+            f"cluster.mooncake.master_address={self.engine.master.address}",
+            f"cluster.mooncake.admin_url={self.engine.master.admin_url}",
+        )
+
+    def finish(self, process: subprocess.Popen[bytes], name: str) -> None:
+        assert process.wait(300) == 0, (self.folder / f"{name}.log").read_text()[-4000:]
+
+    def call(self, name: str, *overrides: str) -> None:
+        self.finish(self.start(name, *overrides), name)
+
+    def logged(self, name: str, what: str) -> list[float]:
+        run = self.folder / "runs" / name
+        found = curve(read_metrics(run), what) if run.joinpath("metrics.jsonl").exists() else None
+        return [] if found is None else list(found.value)
+
+    def events(self, name: str) -> dict[str, int]:
+        stages = read_results(self.folder / "runs" / name).stages
+        return dict(next(stage.events for stage in stages if stage.name == "train"))
+
+
+@pytest.fixture(scope="module")
+def lab(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """With one run done: "live", of which everything is kept."""
+    made = Lab(tmp_path_factory.mktemp("lab"), engine)
+    made.call("answers", "stages=regenerate")  # by a target in process: capturing servers answer no prompts
+    made.call("live", *made.live, "stages=[capture,train]", "store.keep=disk")
+    return made
+
+
+def test_training_live_is_the_run_from_the_store_that_the_same_engine_filled(lab: Lab) -> None:
+    lab.call("kept", *lab.live, "stages=train", "store.keep=disk")
+    assert lab.logged("live", "train/loss") == lab.logged("kept", "train/loss")
+    assert len(lab.logged("kept", "train/loss")) == 40
+    assert lab.events("live").keys() == {"live samples generated", "live samples used", "live samples reused"}
+    assert lab.events("kept").keys() == {"live samples used", "live samples reused"}
+    assert object_names(lab.engine.master.admin_url, prefix="cmpl-run-") == []
+
+
+def test_two_ranks_train_live(lab: Lab) -> None:
+    two = ("trainer.devices=2", "data.rows_per_batch=1", "stages=[capture,train]")
+    lab.call("two", *lab.live, *two)
+    assert lab.logged("two", "tokens")[:5] == lab.logged("live", "tokens")[:5]  # the sixth step repeats a row
+    assert lab.logged("two", "train/loss") == pytest.approx(lab.logged("live", "train/loss"), rel=0.05)
+    assert object_names(lab.engine.master.admin_url, prefix="cmpl-run-") == []
+
+
+def test_a_server_killed_in_mid_epoch_and_started_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training waits and goes on: the same rows in the same steps, no sample lost, none twice."""
+    process = lab.start("killed", *lab.live, "stages=[capture,train]", "live.window_samples=64")
+    while len(lab.logged("killed", "train/loss")) < 5:
+        assert process.poll() is None, (lab.folder / "killed.log").read_text()[-4000:]
+        time.sleep(0.02)
+    lab.engine.kill_and_start_again(monkeypatch)
+    assert process.poll() is None and len(lab.logged("killed", "train/loss")) < 40
+    lab.finish(process, "killed")
+    assert lab.logged("killed", "tokens") == lab.logged("live", "tokens")
+    # States in bf16 depend a little on which requests the engine has computed together.
+    assert lab.logged("killed", "train/loss") == pytest.approx(lab.logged("live", "train/loss"), rel=0.05)
+    assert "live samples lost" not in lab.events("killed")
+    assert object_names(lab.engine.master.admin_url, prefix="cmpl-run-") == []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspark_lab.capture.client import CaptureError
+from dspark_lab.capture.protocol import CaptureError
 from dspark_lab.capture.endpoints import NotAdmittedError, RefusedError, ServerFailure
 from dspark_lab.capture.probe import Probe, ProbeRecipe
 from dspark_lab.records import TargetSample, TokenizedConversation
@@ -85,7 +85,7 @@ def test_a_server_that_fails_meanwhile_is_not_judged(
     client = InProcess(target)
 
     def fail(*args: Any, **further: Any) -> Any:
-        raise CaptureError("no states") from cause
+        raise CaptureError("no states", reason="engine") from cause
 
     client.ask = fail
     with pytest.raises(raised):

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pydantic import ValidationError
 
-from dspark_lab.data.datamodule import HiddenStateDataModule, ResumableLoader
+from dspark_lab.data.datamodule import HiddenStateDataModule
+from dspark_lab.data.loader import ResumableLoader
 from dspark_lab.data.packing import SampleOutline
 from dspark_lab.records import Batch, TargetSample, TokenizedConversation
 from dspark_lab.store.disk import DiskStore

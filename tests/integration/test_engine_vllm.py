@@ -50,15 +50,11 @@ class Done:
         return [value for line in lines for key, value in line.get("metrics", line).items() if key == "train/loss"]
 
 
-def call(folder: Path, *overrides: str) -> str:
+def call(folder: Path, *overrides: str, experiment: str = "smoke") -> str:
     command = [
-        sys.executable,
-        "-m",
-        "dspark_lab",
-        "+experiment=smoke",
+        *(sys.executable, "-m", "dspark_lab", f"+experiment={experiment}"),
         *SMALL,
-        f"run.root={folder / 'runs'}",
-        *overrides,
+        *(f"run.root={folder / 'runs'}", *overrides),
     ]
     environment = {**os.environ, "DSPARK_LAB_HOME": str(folder / "home"), "COLUMNS": "120"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -125,3 +121,15 @@ def test_training_is_that_from_the_states_of_transformers(done: Done) -> None:
 def test_what_is_there_needs_no_service(done: Done) -> None:
     printed = call(done.folder, "engine=vllm", "cluster=local", "stages=[regenerate,capture]", "run.name=vllm")
     assert "starting" not in printed and "0 tokens, 0 MiB to come" in printed
+
+
+def test_live_training_with_services_of_its_own(done: Done) -> None:
+    """The answers are there, so one engine is started, and captures until training is over."""
+    printed = call(done.folder, STAGES, "run.name=live", experiment="live_cpu")
+    assert re.findall(r"cluster: starting (.*) \(", printed) == ["Mooncake", "the vLLM that captures"]
+    assert done.losses("live") == pytest.approx(done.losses("vllm"), rel=0.05)
+    stages = {stage.name: stage for stage in read_results(done.run_folder("live")).stages}
+    assert stages["capture"].events["left to live capture"] == stages["train"].num_out
+    assert stages["train"].events["live samples used"] >= stages["train"].num_out // 2
+    home = f"DSPARK_LAB_HOME={done.folder / 'home'}".encode()
+    assert not [pid for pid, environment in environments() if home in environment.split(b"\0")]

@@ -12,13 +12,17 @@ SERVER = "engine.endpoints=[http://127.0.0.1:8000]"
 NO_WORKERS = "data.num_workers=0"
 
 
-def check(*overrides: str) -> None:
+def check(*overrides: str, num_ranks: int = 1) -> None:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = compose("config", list(overrides), return_hydra_config=True)
-    refuse_contradictions(config, {str(group): str(choice) for group, choice in config.hydra.runtime.choices.items()})
+    choices = {str(group): str(choice) for group, choice in config.hydra.runtime.choices.items()}
+    refuse_contradictions(config, choices, num_ranks=num_ranks)
 
 
+LIVE = ["data.source=live", "engine=vllm", "cluster=local", "store=mooncake", NO_WORKERS]
 ALLOWED = [
+    LIVE,
+    [*LIVE, "store.keep=disk"],
     [],
     ["store=memory"],
     ["store=mooncake", NO_WORKERS],
@@ -37,6 +41,11 @@ REFUSED = [
     (["cluster=local"], "cluster=local has nothing to start"),
     (["cluster=local", "engine=vllm", "cluster.mooncake.master_address=a:1"], "at addresses that it chooses"),
     (["cluster=local", "store=mooncake", NO_WORKERS, "store.admin_url=http://a:1"], "at addresses that it chooses"),
+    (["data.source=live", "store=mooncake", NO_WORKERS], r"data\.source=live needs servers"),
+    (["data.source=live", "engine=vllm", SERVER], r"data\.source=live without store=mooncake"),
+    (["data.source=live", "engine=vllm", "store=mooncake", NO_WORKERS, "stages=train"], "engine=vllm needs servers"),
+    (["store=mooncake", "store.keep=disk", NO_WORKERS], r"store\.keep has no effect"),
+    ([*LIVE, "store.keep=memory"], r"store\.keep: null, or disk"),
     (["store=mooncake", "data.num_workers=1"], r"data\.num_workers>0 with store=mooncake"),
 ]
 
@@ -55,3 +64,9 @@ def test_what_does_not(overrides: list[str], says: str) -> None:
 def test_every_row_of_the_table_is_tested() -> None:
     for _, told in CONTRADICTIONS:
         assert any(re.search(says, told) for _, says in REFUSED), told
+
+
+def test_ranks_that_another_launcher_started_share_a_generation() -> None:
+    check("store=mooncake", "store.generation=g", NO_WORKERS, num_ranks=2)
+    with pytest.raises(ValueError, match=r"give all of them the same store\.generation"):
+        check("store=mooncake", NO_WORKERS, num_ranks=2)

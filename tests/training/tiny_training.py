@@ -81,6 +81,7 @@ def fit(
     run_dir: Path,
     *,
     drafter: Drafter | None = None,
+    data: HiddenStateDataModule | None = None,
     name: str = "dspark",
     rows_per_batch: int = 2,
     num_workers: int = 0,
@@ -112,7 +113,7 @@ def fit(
         **defaults | settings,
     )
     last, _ = first_whole(run_dir / "checkpoints")
-    data = datamodule(rows_per_batch=rows_per_batch, num_workers=num_workers)
+    data = data or datamodule(rows_per_batch=rows_per_batch, num_workers=num_workers)
     trainer.fit(drafter, datamodule=data, ckpt_path=last, weights_only=True)
     return drafter
 
