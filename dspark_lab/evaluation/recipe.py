@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from dspark_lab.data.prompts import PromptSource
+from dspark_lab.decoding.verification import Verification
 from dspark_lab.records import Sampling
 from dspark_lab.validation import checked
 
@@ -35,6 +36,7 @@ class Evaluation:
         top_k: int,
         top_p: float,
         max_new_tokens: int,
+        verification: Verification,
         seed: int,
     ) -> None:
         self.modes: tuple[Mode, ...] = (mode,) if isinstance(mode, str) else mode
@@ -44,6 +46,17 @@ class Evaluation:
         self.num_draft_tokens = num_draft_tokens
         self.num_replay_prompts, self.num_decode_prompts = num_replay_prompts, num_decode_prompts
         self.sampling = Sampling(temperature, top_k, top_p, max_new_tokens)
+        if verification == "block" and self.sampling.greedy:
+            raise ValueError(
+                "verification=block with temperature=0.0: greedy verification knows no blocks; set a temperature or leave "
+                "verification=token"
+            )
+        if verification == "block" and "replay" in self.modes:
+            raise ValueError(
+                "verification=block with mode=replay: a recorded answer tells which of *its* tokens a token-wise step "
+                "would have kept, but a block is judged with the drafts that fell, which are not in it; set mode=decode"
+            )
+        self.verification: Verification = verification
         self.seed = seed
 
 

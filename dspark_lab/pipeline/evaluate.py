@@ -27,6 +27,7 @@ def evaluate(parts: Parts) -> Outcome:
         "benchmark": parts.benchmark.name,
         **asdict(recipe.sampling),
         "num_draft_tokens": num_draft_tokens,
+        "verification": recipe.verification,
         "engine": parts.info.choices["engine"],
         "checkpoint": checkpoint,
     }
@@ -54,6 +55,7 @@ def evaluate(parts: Parts) -> Outcome:
             sampling=recipe.sampling,
             num_draft_tokens=num_draft_tokens,
             seed=recipe.seed,
+            verification=recipe.verification,
             progress=track,
         )
         traces["measured"] = decoded.traces
