@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from pydantic import PositiveInt
+import numpy as np
+from pydantic import PositiveFloat, PositiveInt
 
 from dspark_lab.data.prompts import PromptSource
 from dspark_lab.decoding.verification import Verification
@@ -58,6 +59,34 @@ class Evaluation:
             )
         self.verification: Verification = verification
         self.seed = seed
+
+
+class Calibration:
+    """How confidences are calibrated from traces, and on which of them. The grid of temperatures is log-spaced."""
+
+    @checked
+    def __init__(
+        self,
+        *,
+        origin: Literal["measured", "replayed"],
+        fit_share: float,
+        lowest_temperature: PositiveFloat,
+        highest_temperature: PositiveFloat,
+        num_temperatures: PositiveInt,
+        num_bins: PositiveInt,
+        min_rounds: PositiveInt,
+        seed: int,
+    ) -> None:
+        if not 0 < fit_share < 1:
+            raise ValueError(f"fit_share={fit_share}: give both parts something, e.g. 0.5")
+        if lowest_temperature > highest_temperature:
+            raise ValueError(
+                f"lowest_temperature={lowest_temperature} > highest_temperature={highest_temperature}: exchange them"
+            )
+        self.origin: Literal["measured", "replayed"] = origin
+        self.fit_share = fit_share
+        self.grid = np.geomspace(lowest_temperature, highest_temperature, num_temperatures)
+        self.num_bins, self.min_rounds, self.seed = num_bins, min_rounds, seed
 
 
 class Serving:
