@@ -1,12 +1,17 @@
 """From a node of the Hydra config to an object, with errors that name the config key."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import hydra
 from hydra.errors import InstantiationException
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
+
+from dspark_lab.hardware.protocol import HardwareProfile
+from dspark_lab.scheduler.protocol import VerifyScheduler
 
 
 def build(config: DictConfig, key: str, *, without: Sequence[str] = (), **extra: Any) -> Any:
@@ -35,3 +40,9 @@ def build(config: DictConfig, key: str, *, without: Sequence[str] = (), **extra:
         raise ValueError(f"{str(error).rsplit('full_key: ', 1)[-1] or key}: {cause}") from error
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
+
+
+def build_scheduler(config: DictConfig, hardware: HardwareProfile) -> VerifyScheduler:
+    """A new scheduler of the group's choice, with the hardware's step times where it asks for them."""
+    asks = "hardware" in inspect.signature(get_class(config.scheduler._target_)).parameters
+    return build(config, "scheduler", **({"hardware": hardware} if asks else {}))
