@@ -56,9 +56,11 @@ def admit(survival: Floats, budget: int) -> Ints:
         return np.full(num_requests, 0 if budget <= 0 else survival.shape[1], np.int64)
     rank = survival.size - budget
     smallest = np.partition(survival, rank, axis=None)[rank]
-    lengths = np.add.reduce(survival > smallest, axis=1, dtype=np.int64)
-    tied = np.flatnonzero((survival == smallest).T)[: budget - lengths.sum()]
-    lengths += np.bincount(tied % num_requests, minlength=num_requests)
+    lengths = np.add.reduce(survival >= smallest, axis=1, dtype=np.int64)
+    excess = int(lengths.sum()) - budget
+    if excess:  # several are equal to the smallest: the last of them are too many
+        tied = np.flatnonzero((survival == smallest).T)[-excess:]
+        lengths -= np.bincount(tied % num_requests, minlength=num_requests)
     return lengths
 
 

@@ -69,6 +69,8 @@ class HardwareAware:
         past_ids, past = self.past[0]
         if np.array_equal(past_ids, request_ids):
             return past
-        order = np.argsort(past_ids)
-        place = order[np.searchsorted(past_ids, request_ids, sorter=order).clip(max=len(order) - 1)]
-        return np.where((past_ids[place] == request_ids)[:, None], past[place], 1.0)
+        order = past_ids.argsort()
+        place = order.take(np.searchsorted(past_ids, request_ids, sorter=order), mode="clip")
+        known = past.take(place, axis=0)
+        known[past_ids.take(place) != request_ids] = 1.0
+        return known

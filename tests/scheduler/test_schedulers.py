@@ -43,7 +43,7 @@ def lengths_of(scheduler, confidence):
 
 
 def random_confidence(generator, num_requests, num_slots=7):
-    """Requests differ, slots of one request are alike: acceptance length about 3.8."""
+    """Requests differ, slots of one request are alike; acceptance length 4.0."""
     level = generator.beta(5, 1.6, (num_requests, 1))
     return np.clip(level + 0.1 * generator.standard_normal((num_requests, num_slots)), 0.02, 0.98)
 
