@@ -231,7 +231,8 @@ def _quality(
 def _bin_sums(predicted: Floats, outcomes: NDArray[np.bool_], num_bins: int) -> Floats:
     """Rounds, predictions and outcomes summed per bin, one after the other: [3 * num_bins]."""
     where = _bins(predicted, num_bins)
-    return np.concatenate([np.bincount(where, weights, num_bins) for weights in (None, predicted, outcomes)])
+    values = (np.ones_like(predicted), predicted, outcomes.astype(np.float64))
+    return np.concatenate([np.bincount(where, each, num_bins).astype(np.float64) for each in values])
 
 
 def _bins(predicted: Floats, num_bins: int) -> NDArray[np.int64]:

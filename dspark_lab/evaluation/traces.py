@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from dspark_lab.records import Trace, VerifyStep
 
@@ -29,9 +30,9 @@ def read_traces(path: Path, *, origin: str) -> list[Trace]:
     if not found:
         mode = {"measured": "decode", "replayed": "replay"}.get(origin, origin)
         raise ValueError(f"{path} holds no {origin} traces: evaluate with evaluate.mode={mode}, or use another origin")
-    return [Trace(**(line | {"steps": tuple(map(_step, line["steps"]))})) for line in found]
+    return [Trace(**{**line, "steps": tuple(map(_step, line["steps"]))}) for line in found]
 
 
-def _step(values: Mapping) -> VerifyStep:
+def _step(values: Mapping[str, Any]) -> VerifyStep:
     confidence = values["confidence"]
-    return VerifyStep(**(values | {"confidence": None if confidence is None else tuple(confidence)}))
+    return VerifyStep(**{**values, "confidence": None if confidence is None else tuple(confidence)})

@@ -45,4 +45,4 @@ def build(config: DictConfig, key: str, *, without: Sequence[str] = (), **extra:
 def build_scheduler(config: DictConfig, hardware: HardwareProfile) -> VerifyScheduler:
     """A new scheduler of the group's choice, with the hardware's step times where it asks for them."""
     asks = "hardware" in inspect.signature(get_class(config.scheduler._target_)).parameters
-    return build(config, "scheduler", **({"hardware": hardware} if asks else {}))
+    return build(config, "scheduler", hardware=hardware) if asks else build(config, "scheduler")

@@ -35,7 +35,8 @@ class Curve:
             inside = np.interp(asked, self.tokens, self.seconds)
         if not self.beyond:
             return inside
-        return np.where(asked > self.tokens[-1], np.interp(asked, *zip(*self.beyond, strict=True)), inside)
+        tokens, seconds = np.array(self.beyond).T
+        return np.where(asked > self.tokens[-1], np.interp(asked, tokens, seconds), inside)
 
     def draft_time_s(self, *, num_requests: int, num_context_tokens: int = 0) -> float:
         if self.draft_s:
