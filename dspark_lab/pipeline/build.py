@@ -10,7 +10,8 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
-from dspark_lab.hardware.protocol import HardwareProfile
+from dspark_lab.hardware.protocol import Floats, HardwareProfile
+from dspark_lab.scheduler.calibrated import Calibrated
 from dspark_lab.scheduler.protocol import VerifyScheduler
 
 
@@ -42,7 +43,13 @@ def build(config: DictConfig, key: str, *, without: Sequence[str] = (), **extra:
         raise ValueError(f"{key}: {error}") from error
 
 
-def build_scheduler(config: DictConfig, hardware: HardwareProfile) -> VerifyScheduler:
-    """A new scheduler of the group's choice, with the hardware's step times where it asks for them."""
+def build_scheduler(
+    config: DictConfig, hardware: HardwareProfile, *, temperatures: Floats | None = None
+) -> VerifyScheduler:
+    """A new scheduler of the group's choice, with the hardware's step times where it asks for them.
+
+    ``temperatures`` [K] of a calibration are applied to the confidences that it is given.
+    """
     asks = "hardware" in inspect.signature(get_class(config.scheduler._target_)).parameters
-    return build(config, "scheduler", hardware=hardware) if asks else build(config, "scheduler")
+    made = build(config, "scheduler", hardware=hardware) if asks else build(config, "scheduler")
+    return made if temperatures is None else Calibrated(made, temperatures)

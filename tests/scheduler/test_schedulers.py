@@ -18,6 +18,7 @@ from dspark_lab.scheduler.budget import (
     survivals,
     throughputs,
 )
+from dspark_lab.scheduler.calibrated import Calibrated
 from dspark_lab.scheduler.fixed import Fixed, NoDrafts
 from dspark_lab.scheduler.hardware_aware import HardwareAware
 from dspark_lab.scheduler.oracle import Oracle
@@ -369,6 +370,16 @@ def test_every_option_builds(overrides, made):
     scheduler: VerifyScheduler = build_scheduler(config, V4_FLASH)
     assert type(scheduler) is made
     assert len(lengths_of(scheduler, np.full((2, 7), 0.8))) == 2
+
+
+def test_calibrated_confidences_reach_the_scheduler():
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = compose("config", ["scheduler=threshold", "scheduler.survival=0.7"])
+    confidence = np.array([[0.9, 0.9]])  # at temperature 2: 0.75 each
+    assert lengths_of(build_scheduler(config, V4_FLASH), confidence) == [2]
+    assert lengths_of(build_scheduler(config, V4_FLASH, temperatures=np.full(2, 2.0)), confidence) == [1]
+    truth = Calibrated(Oracle(hardware=Curve((0, 64), (0.01, 0.01))), np.full(2, 8.0))
+    assert truth.knows_acceptance and lengths_of(truth, [[1.0, 0.0]]) == [1]  # the truth needs no calibration
 
 
 @pytest.mark.parametrize("override", ["scheduler.staleness=0", "scheduler.mode=greedy", "scheduler.cost_curve=flat"])
