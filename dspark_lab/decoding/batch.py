@@ -40,6 +40,11 @@ class _Request:
     token_ids: list[int]
     steps: list[VerifyStep] = field(default_factory=list)
 
+    def emit(self, token_ids: Sequence[int], proposal: Proposal, *, num_verified: int) -> None:
+        confidence = None if proposal.confidence is None else tuple(proposal.confidence[:num_verified].tolist())
+        self.steps.append(VerifyStep(self.context.position, num_verified, len(token_ids) - 1, confidence))
+        self.token_ids += token_ids
+
 
 @torch.inference_mode()
 def decode_batch(
@@ -99,9 +104,7 @@ def decode_batch(
                 max_tokens=sampling.max_new_tokens - len(request.token_ids),
                 eos_token_ids=eos_token_ids,
             )
-            confidence = None if proposal.confidence is None else tuple(proposal.confidence[:length].tolist())
-            request.steps.append(VerifyStep(request.context.position, length, len(emitted) - 1, confidence))
-            request.token_ids += emitted
+            request.emit(emitted, proposal, num_verified=length)
             request.context.advance(fed[row, known], output.hidden_states[row, known], bonus)
         running = _leave(running, verifier, sampling, eos_token_ids)
     return tuple(Decoded(tuple(request.token_ids), tuple(request.steps)) for request in requests)
