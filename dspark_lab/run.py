@@ -26,6 +26,8 @@ NOT_IDENTITY = frozenset(
         "report",
         "evaluate",
         "benchmark",
+        "calibrate",
+        "scheduler",
         "export",
         "serve",
     }
@@ -58,6 +60,10 @@ class Run:
     @property
     def traces(self) -> Path:
         return self.directory / "traces.jsonl"
+
+    @property
+    def calibration(self) -> Path:
+        return self.directory / "calibration.json"
 
 
 def identity(config: Mapping[str, Any], *, num_ranks: int) -> dict[str, Any]:

@@ -167,3 +167,20 @@ def test_every_command_of_the_readme_composes(command: list[str]) -> None:
     # A sweep's first job stands for all.
     first = [word if "[" in word else word.split(",")[0] for word in overrides]
     assert composed(*first)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["evaluate.verification=block"], r"evaluate: verification=block with temperature=0\.0: .*verification=token"),
+        (["evaluate.verification=block", "evaluate.temperature=1"], r"block with mode=replay: .*set mode=decode"),
+        (["evaluate.verification=blok"], r"evaluate\.verification='blok'"),
+    ],
+)
+def test_a_verification_that_could_not_take_effect_is_refused(overrides: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build(composed(*overrides), "evaluate")
+    recipe = build(
+        composed("evaluate.verification=block", "evaluate.temperature=1", "evaluate.mode=decode"), "evaluate"
+    )
+    assert recipe.verification == "block"

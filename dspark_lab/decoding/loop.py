@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dspark_lab.decoding.sampling import draw, probabilities
-from dspark_lab.decoding.verification import verify
+from dspark_lab.decoding.verification import Verification, verify
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.records import Proposal, Sampling, VerifyStep
 from dspark_lab.target.protocol import Verifier
@@ -54,6 +54,7 @@ def speculative_decode(
     eos_token_ids: Collection[int],
     generator: torch.Generator | None = None,
     draft_greedily: bool = False,
+    verification: Verification = "token",
 ) -> Decoded:
     """Continue ``prompt_ids`` [n] with the target's own distribution, several tokens per target forward.
 
@@ -75,7 +76,7 @@ def speculative_decode(
         )
         fed = torch.cat([prompt_ids.new_tensor([context.anchor_token_id]), proposal.token_ids])
         output = verifier.forward(fed)
-        verdict = verify(output.logits, proposal, sampling=sampling, generator=generator)
+        verdict = verify(output.logits, proposal, sampling=sampling, verification=verification, generator=generator)
         known = verdict.num_accepted + 1  # the anchor and the accepted drafts have states now
         emitted = cut(
             [*fed[1:known].tolist(), verdict.bonus_token_id],

@@ -8,6 +8,7 @@ from typing import Any
 
 from dspark_lab.decoding.loop import Decoded, Proposer, plain_decode, speculative_decode
 from dspark_lab.decoding.sampling import prompt_generator
+from dspark_lab.decoding.verification import Verification
 from dspark_lab.records import Sampling, TokenizedConversation, Trace
 from dspark_lab.target.protocol import Target
 
@@ -95,6 +96,7 @@ def evaluate_decode(
     num_draft_tokens: int,
     seed: int,
     draft_greedily: bool = False,
+    verification: Verification = "token",
     progress: Progress = silent,
 ) -> DecodeResult:
     """Decode every prompt speculatively and plainly, alternately, with one target in one run.
@@ -116,6 +118,7 @@ def evaluate_decode(
             eos_token_ids=target.spec.eos_token_ids,
             generator=prompt_generator(seed, prompt.id, device),
             draft_greedily=draft_greedily,
+            verification=verification,
         )
 
     def plain(prompt: TokenizedConversation) -> Decoded:

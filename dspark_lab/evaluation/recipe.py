@@ -2,9 +2,11 @@
 
 from typing import Literal
 
-from pydantic import PositiveInt
+import numpy as np
+from pydantic import PositiveFloat, PositiveInt
 
 from dspark_lab.data.prompts import PromptSource
+from dspark_lab.decoding.verification import Verification
 from dspark_lab.records import Sampling
 from dspark_lab.validation import checked
 
@@ -35,6 +37,7 @@ class Evaluation:
         top_k: int,
         top_p: float,
         max_new_tokens: int,
+        verification: Verification,
         seed: int,
     ) -> None:
         self.modes: tuple[Mode, ...] = (mode,) if isinstance(mode, str) else mode
@@ -44,7 +47,46 @@ class Evaluation:
         self.num_draft_tokens = num_draft_tokens
         self.num_replay_prompts, self.num_decode_prompts = num_replay_prompts, num_decode_prompts
         self.sampling = Sampling(temperature, top_k, top_p, max_new_tokens)
+        if verification == "block" and self.sampling.greedy:
+            raise ValueError(
+                "verification=block with temperature=0.0: greedy verification knows no blocks; set a temperature or leave "
+                "verification=token"
+            )
+        if verification == "block" and "replay" in self.modes:
+            raise ValueError(
+                "verification=block with mode=replay: a recorded answer tells which of *its* tokens a token-wise step "
+                "would have kept, but a block is judged with the drafts that fell, which are not in it; set mode=decode"
+            )
+        self.verification: Verification = verification
         self.seed = seed
+
+
+class Calibration:
+    """How confidences are calibrated from traces, and on which of them. The grid of temperatures is log-spaced."""
+
+    @checked
+    def __init__(
+        self,
+        *,
+        origin: Literal["measured", "replayed"],
+        fit_share: float,
+        lowest_temperature: PositiveFloat,
+        highest_temperature: PositiveFloat,
+        num_temperatures: PositiveInt,
+        num_bins: PositiveInt,
+        min_rounds: PositiveInt,
+        seed: int,
+    ) -> None:
+        if not 0 < fit_share < 1:
+            raise ValueError(f"fit_share={fit_share}: give both parts something, e.g. 0.5")
+        if lowest_temperature > highest_temperature:
+            raise ValueError(
+                f"lowest_temperature={lowest_temperature} > highest_temperature={highest_temperature}: exchange them"
+            )
+        self.origin: Literal["measured", "replayed"] = origin
+        self.fit_share = fit_share
+        self.grid = np.geomspace(lowest_temperature, highest_temperature, num_temperatures)
+        self.num_bins, self.min_rounds, self.seed = num_bins, min_rounds, seed
 
 
 class Serving:

@@ -5,6 +5,9 @@ min(p(x), q(x)), and it emits x, kept or not, with probability p(x). Given that 
 with probability min(1, q(x) / p(x)). The recorded answer was drawn from p: keeping each recorded token with that
 probability, and making the first that is not kept the next anchor, has the distribution of real decoding. An argmax
 draft d is a one-hot q: the recorded x is kept with probability min(1, [x = d] / p(x)) = [x = d].
+
+Block verification has no replay: it judges a prefix together with the drafts after it, those that fell included, and a
+recorded answer does not hold them.
 """
 
 from collections import Counter

@@ -1,12 +1,18 @@
 """From a node of the Hydra config to an object, with errors that name the config key."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import hydra
 from hydra.errors import InstantiationException
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
+
+from dspark_lab.hardware.protocol import Floats, HardwareProfile
+from dspark_lab.scheduler.calibrated import Calibrated
+from dspark_lab.scheduler.protocol import VerifyScheduler
 
 
 def build(config: DictConfig, key: str, *, without: Sequence[str] = (), **extra: Any) -> Any:
@@ -35,3 +41,15 @@ def build(config: DictConfig, key: str, *, without: Sequence[str] = (), **extra:
         raise ValueError(f"{str(error).rsplit('full_key: ', 1)[-1] or key}: {cause}") from error
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
+
+
+def build_scheduler(
+    config: DictConfig, hardware: HardwareProfile, *, temperatures: Floats | None = None
+) -> VerifyScheduler:
+    """A new scheduler of the group's choice, with the hardware's step times where it asks for them.
+
+    ``temperatures`` [K] of a calibration are applied to the confidences that it is given.
+    """
+    asks = "hardware" in inspect.signature(get_class(config.scheduler._target_)).parameters
+    made = build(config, "scheduler", hardware=hardware) if asks else build(config, "scheduler")
+    return made if temperatures is None else Calibrated(made, temperatures)

@@ -30,7 +30,7 @@ from dspark_lab.data.prompts import Splits, disjoint, to_prompt
 from dspark_lab.data.screening import OverlapCount, Screened, screen_answers, screen_prompts
 from dspark_lab.data.vocabulary import DraftVocabulary, build_draft_vocabulary, count_supervised_tokens
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
-from dspark_lab.evaluation.recipe import Benchmark, Evaluation, Serving
+from dspark_lab.evaluation.recipe import Benchmark, Calibration, Evaluation, Serving
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.combinations import refuse_contradictions
 from dspark_lab.pipeline.live import live_data
@@ -57,6 +57,7 @@ class Parts:
         self.corpus: Corpus = build(config, "data")
         self.benchmark: Benchmark = build(config, "benchmark")
         self.evaluation: Evaluation = build(config, "evaluate")
+        self.calibration: Calibration = build(config, "calibrate")
         self.export: Export = build(config, "export")
         self.serving: Serving = build(config, "serve")
         self.live: LiveRecipe = build(config, "live")

@@ -5,6 +5,7 @@ They return what ``StageRecord`` says of a stage (accounting by reason) and the 
 
 from collections.abc import Callable, Mapping
 
+from dspark_lab.pipeline.calibrate import calibrate
 from dspark_lab.pipeline.capture import capture
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.evaluate import evaluate
@@ -20,6 +21,7 @@ STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
     "capture": capture,
     "train": train,
     "evaluate": evaluate,
+    "calibrate": calibrate,
     "export": export,
     "serve": serve,
     "report": report,

@@ -116,6 +116,33 @@ def speed_chart(rows: Sequence[Row]) -> go.Figure | None:
     return figure
 
 
+def calibration_chart(rows: Sequence[Row]) -> go.Figure | None:
+    """Calibration error per draft position, before (dotted) and after calibration. None when no run was calibrated."""
+    figure = _figure("draft position", "calibration error of the survival")
+    runs = {row.label: row.run for row in rows}  # a run that has several rows is drawn once
+    for index, (label, run) in enumerate(runs.items()):
+        newest = run.metric("calibrated_ece_1")
+        if newest is None:
+            continue
+        found = {entry.name: entry for entry in run.results.metrics if entry.setting == newest.setting}
+        for name, dash in (("confidence_ece", "dot"), ("calibrated_ece", "solid")):
+            entries = [found[f"{name}_{k}"] for k in range(1, 1 + len(found)) if f"{name}_{k}" in found]
+            style = _style(index)
+            style["line"] = style["line"] | {"dash": dash}
+            figure.add_scatter(
+                x=list(range(1, 1 + len(entries))),
+                y=[entry.value for entry in entries],
+                error_y=_error(entries),
+                name=f"{label}, {'before' if dash == 'dot' else 'after'}",
+                mode="lines+markers",
+                hovertemplate="position %{x}: %{y:.3f}<extra>" + label + "</extra>",
+                **style,
+            )
+    figure.update_yaxes(rangemode="tozero", tickformat=".0%")
+    figure.update_xaxes(dtick=1)
+    return figure if figure.data else None
+
+
 def _figure(x: str, y: str) -> go.Figure:
     figure = go.Figure()
     axis = {"gridcolor": GRID, "zeroline": False, "automargin": True, "linecolor": "#8b97a4", "showline": True}

@@ -9,7 +9,7 @@ from typing import Any
 from dspark_lab.records import Metric
 from dspark_lab.report.collect import Collection, RunResult, flatten
 
-ROW_SETTINGS = ("benchmark", "temperature", "top_k", "top_p", "num_draft_tokens")
+ROW_SETTINGS = ("benchmark", "temperature", "top_k", "top_p", "num_draft_tokens", "verification")
 """Settings of an evaluation that make a row of its own; the others are shown with the settings of the run."""
 
 
@@ -36,7 +36,7 @@ class Row:
     @property
     def condition(self) -> str:
         """What was asked of every drafter alike: "gsm_symbolic, temperature 0". Draft tokens are the drafter's own."""
-        idle = {"top_k": 0, "top_p": 1.0}  # left out at these values, where they do nothing
+        idle = {"top_k": 0, "top_p": 1.0, "verification": "token"}  # left out at these values, where they do nothing
         return ", ".join(
             str(value) if key == "benchmark" else f"{key.replace('_', ' ')} {_number(value)}"
             for key, value in self.setting.items()

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from dspark_lab.report.charts import acceptance_chart, curve_chart, rates_chart, speed_chart
+from dspark_lab.report.charts import acceptance_chart, calibration_chart, curve_chart, rates_chart, speed_chart
 from dspark_lab.report.collect import Collection, collect, flatten
 from dspark_lab.report.comparison import Row, comparison_rows, differing_settings, notes, run_labels, verdict
 from dspark_lab.report.table import (
@@ -98,6 +98,7 @@ def _charts(rows: Sequence[Row]) -> dict[str, go.Figure]:
         "loss_tokens": curve_chart(rows, ["train/loss"], over="tokens", axis="train/loss"),
         "val_time": curve_chart(rows, acceptance, over="time_s", axis="val/acceptance_length"),
         "val_tokens": curve_chart(rows, acceptance, over="tokens", axis="val/acceptance_length"),
+        "calibration": calibration_chart(rows),
         "speed": speed_chart(rows),
     }
     return {name: figure for name, figure in figures.items() if figure is not None}

@@ -69,6 +69,30 @@ METRICS: Mapping[str, MetricKind] = {
     "loop_speedup": MetricKind(
         "ratio", "loop_tokens_per_s / loop_plain_tokens_per_s of the same run. Says nothing about a serving engine."
     ),
+    # calibrate
+    "confidence_ece_<k>": MetricKind(
+        "fraction",
+        "Expected calibration error of the survival (product of the first k confidences) as probability that the first k "
+        "draft tokens are accepted, on prompts held out from calibration.",
+    ),
+    "calibrated_ece_<k>": MetricKind("fraction", "confidence_ece_<k> after calibration."),
+    "confidence_ece_floor_<k>": MetricKind(
+        "fraction",
+        "What calibrated_ece_<k> would be on average with so many rounds if the calibrated survivals were exactly right.",
+    ),
+    "confidence_brier_<k>": MetricKind(
+        "fraction", "Mean squared difference of that survival and the outcome (0 or 1)."
+    ),
+    "calibrated_brier_<k>": MetricKind("fraction", "confidence_brier_<k> after calibration."),
+    "confidence_auroc_<k>": MetricKind(
+        "fraction",
+        "Probability that the survival of a round whose first k draft tokens were accepted is higher than that of one "
+        "where they were not. Undefined where one of the two never occurs.",
+    ),
+    "calibrated_auroc_<k>": MetricKind("fraction", "confidence_auroc_<k> after calibration."),
+    "confidence_temperature_<k>": MetricKind(
+        "ratio", "What the logit of confidence k is divided by: above 1, the drafter was too sure."
+    ),
     # serve
     "served_acceptance_length": MetricKind(
         "tokens/step",

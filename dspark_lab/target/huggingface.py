@@ -21,6 +21,7 @@ from transformers import (
 
 from dspark_lab.records import Conversation, Sampling, TargetSample, TargetSpec, TokenizedConversation
 from dspark_lab.target.anatomy import borrow_head, dissect, read_head, recording
+from dspark_lab.target.batch_verifier import HuggingFaceBatchVerifier
 from dspark_lab.target.chat import tokenize_prompt
 from dspark_lab.target.generation import generate_answers
 from dspark_lab.target.precision import Dtype, resolve_device, resolve_dtype
@@ -163,6 +164,15 @@ class HuggingFaceTarget:
         """
         assert self._rolls_back
         return HuggingFaceVerifier(self.model, self.spec.layer_ids)
+
+    def batch_verifier(self) -> HuggingFaceBatchVerifier:
+        """A fresh cache for several sequences.
+
+        Raises:
+            ValueError: the cache of this kind of model cannot roll back, or has sliding windows.
+        """
+        assert self._rolls_back
+        return HuggingFaceBatchVerifier(self.model, self.spec.layer_ids)
 
     def regenerate(self, prompts: Sequence[Conversation], *, sampling: Sampling) -> Iterator[Conversation]:
         """Answers in the target's own words, batch by batch. A sampled answer depends on seed and prompt id only."""

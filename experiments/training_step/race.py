@@ -40,6 +40,7 @@ from dspark_lab.evaluation.replay import ReplayResult, evaluate_replay
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.records import Batch, Sampling, TargetSample
+from dspark_lab.training.place import Place
 
 DATA = ["+experiment=demo", "data.train.num_prompts=651", "data.validation.num_prompts=40"]
 VALIDATION_ANCHORS = 256  # of a row: more than training draws, for a quieter curve
@@ -65,10 +66,10 @@ def parts_of(name: str, side: str, overrides: list[str], seed: int) -> Parts:
     """``loss`` decides the supervision, so Speculators' side needs its own."""
     loss = ["loss=speculators"] if side == "speculators" else []
     config = config_of([f"drafter={name}", f"seed={seed}", *loss, *overrides])
-    info: Any = SimpleNamespace(choices={"store": "disk", "engine": "huggingface"})
-    nowhere: Any = None
+    info: Any = SimpleNamespace(choices={"store": "disk", "engine": "huggingface", "cluster": "none"})
+    no_run: Any = None
     seed_everything(seed, verbose=False)
-    return Parts(config, nowhere, info, nowhere)
+    return Parts(config, no_run, info, Place.of())
 
 
 def start(parts: Parts, kind: str) -> None:

@@ -136,9 +136,11 @@ def sampled_texts(drafter, *, runs, **options):
     )
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_sampled_texts_follow_the_target(name):
-    counts = sampled_texts(toy_drafters(SMALL)[name], runs=400)
+@pytest.mark.parametrize(
+    ("name", "verification"), [*((name, "token") for name in DRAFTERS), ("noisy", "block"), ("truncated", "block")]
+)
+def test_sampled_texts_follow_the_target(name, verification):
+    counts = sampled_texts(toy_drafters(SMALL)[name], runs=400, verification=verification)
     assert chi_square_p_value(counts, sequence_probabilities(SMALL, (1, 2), SAMPLING)) > 1e-3
 
 

@@ -9,6 +9,7 @@ from synthetic_runs import DRAFTERS, make_run
 
 from dspark_lab.evaluation.acceptance import acceptance_metrics
 from dspark_lab.records import Trace, VerifyStep
+from dspark_lab.report.charts import calibration_chart
 from dspark_lab.report.collect import collect
 from dspark_lab.report.comparison import comparison_rows, notes, verdict
 from dspark_lab.report.html import render_html, write_report
@@ -170,6 +171,22 @@ def test_of_two_checkpoints_the_newest_is_shown_with_its_own_rates(tmp_path):
     assert any("holds 2 acceptance lengths (measured" in note for note in notes(collection, [row]))
     assert "| eagle3 | 0.000 | – | – |" in markdown(collection)
     assert render_html(collection, title="t").count("Plotly.newPlot('chart-") == 8
+
+
+def test_a_calibrated_run_shows_its_errors_by_position(tmp_path):
+    run = make_run(tmp_path / "dspark", "dspark")
+    errors = {"confidence_ece": (0.08, 0.06, 0.04), "calibrated_ece": (0.02, 0.01, 0.01)}
+    found = [
+        metric(f"{name}_{k}", value, origin="replayed", low=value / 2, high=value * 2)
+        for name, values in errors.items()
+        for k, value in enumerate(values, 1)
+    ]
+    results = read_results(run)
+    update_results(run, run=results.run, stage=StageRecord("calibrate", 1.0), metrics=found)
+    figure = calibration_chart(comparison_rows(collect([run])))
+    assert figure is not None
+    assert [tuple(line.y) for line in figure.data] == list(errors.values())
+    assert 'id="chart-calibration"' in render_html(collect([run]), title="t")
 
 
 def test_greedy_mismatches_are_said(tmp_path):
