@@ -26,10 +26,16 @@ NOT_IDENTITY = frozenset(
         "benchmark",
         "export",
         "serve",
+        "profile",
+        "hardware",
+        "scheduler",
+        "traces",
+        "simulate",
     }
 )
 NOT_IDENTITY_WITHIN = {
     "trainer": frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"}),
+    "target": frozenset({"serving"}),
     "engine": frozenset({"home"}),
     "data": frozenset({"num_workers", "prefetch_factor"}),
     "callbacks": frozenset({"replay", "decode", "early_stop"}),

@@ -10,6 +10,7 @@ from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.evaluate import evaluate
 from dspark_lab.pipeline.export import export
 from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.profile import profile
 from dspark_lab.pipeline.regenerate import regenerate
 from dspark_lab.pipeline.report import report
 from dspark_lab.pipeline.serve import serve
@@ -22,6 +23,7 @@ STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
     "evaluate": evaluate,
     "export": export,
     "serve": serve,
+    "profile": profile,
     "report": report,
 }
 """In the order of the way through."""

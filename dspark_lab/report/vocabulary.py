@@ -104,6 +104,14 @@ METRICS: Mapping[str, MetricKind] = {
     "served_time_to_first_token_s": MetricKind(
         "s", "Median over the requests of the seconds to the first token. Undefined where kernels were interpreted."
     ),
+    # profile
+    "profile_step_time_s": MetricKind(
+        "s", "Median seconds of the target's cached forward of one token, one request, on the machine at hand."
+    ),
+    "profile_draft_time_s": MetricKind("s", "Median seconds of one request's proposal in the middle of decoding."),
+    "profile_fit_error": MetricKind(
+        "fraction", "Mean over the timed steps of |fitted / timed - 1|: how well the stored profile says its own data."
+    ),
     # train
     "num_parameters": MetricKind(
         "parameters", "Trained parameters of the drafter (the target's matrices are not its)."
