@@ -1,7 +1,7 @@
 """What a step of an inference engine costs on some hardware: two functions of what the step holds."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ class StepShape:
     num_context_tokens: int = 0  # sum of the decoding requests' lengths
 
 
+@runtime_checkable  # so that a scheduler's checked constructor can tell one
 class HardwareProfile(Protocol):
     """Step times in seconds, growing (weakly) with every number in a step's shape."""
 

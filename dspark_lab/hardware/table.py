@@ -88,6 +88,7 @@ class Curve:
     at: Floats
     seconds: Floats
     graph: float | None
+    slope: float  # beyond the last
 
     @classmethod
     def fit(
@@ -97,7 +98,8 @@ class Curve:
         places, inverse = np.unique(np.asarray(at, float), return_inverse=True)
         medians = np.array([np.median(np.asarray(seconds, float)[inverse == i]) for i in range(len(places))])
         total = np.bincount(inverse, np.asarray(weights, float))
-        return cls(places, isotonic_regression(medians, weights=total).x, graph)
+        found = isotonic_regression(medians, weights=total).x
+        return cls(places, found, graph, _last_slope(places, found, graph))
 
     def __call__(self, number: Floats | float) -> Floats:
         asked = np.asarray(number, float)
@@ -110,15 +112,7 @@ class Curve:
                 above[0] if len(above) else last
             )  # between the last graph and the first point: a jump
             inside = np.where(staircase, padded, inside)
-        return inside + np.maximum(asked - last, 0) * self._slope()
-
-    def _slope(self) -> float:
-        """Of the last points that lie on the same side of the jump."""
-        first = 0 if self.graph is None else int(np.searchsorted(self.at, self.graph, side="right"))
-        x, y = self.at[max(first, len(self.at) - 3) :], self.seconds[max(first, len(self.at) - 3) :]
-        if len(x) < 2:
-            return float(self.seconds[-1] / self.at[-1])
-        return max(float(np.polyfit(x, y, 1)[0]), 0.0)
+        return inside + np.maximum(asked - last, 0) * self.slope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +229,15 @@ class MeasuredHardware:
 def shipped_names() -> list[str]:
     folder = Path(str(files("dspark_lab"))) / "hardware" / "data"
     return sorted(path.stem for path in folder.glob("*.json"))
+
+
+def _last_slope(places: Floats, seconds: Floats, graph: float | None) -> float:
+    """Of the last three points, of those on the same side of the jump."""
+    first = 0 if graph is None else int(np.searchsorted(places, graph, side="right"))
+    x, y = (values[max(first, len(places) - 3) :] for values in (places, seconds))
+    if len(x) < 2:
+        return float(seconds[-1] / places[-1])
+    return max(float(np.polyfit(x, y, 1)[0]), 0.0)
 
 
 def _slopes(tokens: Floats, requests: Floats, context: Floats, seconds: Floats) -> tuple[float, float]:

@@ -1,14 +1,13 @@
 """Stage *evaluate*: acceptance by replay and by real decoding."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from dspark_lab.evaluation.acceptance import acceptance_metrics
 from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode, prompt_only
 from dspark_lab.evaluation.replay import evaluate_replay
+from dspark_lab.evaluation.traces import save_traces
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.train import trained
@@ -83,11 +82,3 @@ def loop_metrics(decoded: DecodeResult, setting: Mapping[str, Any]) -> list[Metr
             for name, value in speeds.items()
         ]
     return found
-
-
-def save_traces(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:
-    """One JSON line a prompt and origin: every verify step at full width, for later stages."""
-    with path.open("w", encoding="utf-8") as file:
-        for origin, found in traces.items():
-            for trace in found:
-                file.write(json.dumps({"origin": origin, **asdict(trace)}) + "\n")

@@ -14,6 +14,7 @@ from dspark_lab.pipeline.profile import profile
 from dspark_lab.pipeline.regenerate import regenerate
 from dspark_lab.pipeline.report import report
 from dspark_lab.pipeline.serve import serve
+from dspark_lab.pipeline.simulate import simulate
 from dspark_lab.pipeline.train import train
 
 STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
@@ -24,6 +25,7 @@ STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
     "export": export,
     "serve": serve,
     "profile": profile,
+    "simulate": simulate,
     "report": report,
 }
 """In the order of the way through."""

@@ -8,11 +8,15 @@ from dspark_lab.hardware.protocol import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What else the coming step holds. ``num_context_tokens``: sum of the decoding requests' lengths."""
+    """What else the coming step holds. ``num_context_tokens``: sum of the decoding requests' lengths.
+
+    ``request_ids`` [R] name the requests of the rows, for schedulers that remember earlier steps.
+    """
 
     num_requests: int
     num_prefill_tokens: int = 0
     num_context_tokens: int = 0
+    request_ids: Ints | None = None
 
 
 class VerifyScheduler(Protocol):
@@ -22,6 +26,10 @@ class VerifyScheduler(Protocol):
     (a drafter without a confidence head gives None). Returned are R integers in 0..K; of a request's drafted tokens
     always a prefix is verified. ``knows_acceptance`` asks the caller for the truth as confidence: 1 where the slot will be
     accepted, else 0 (upper bounds alone).
+
+    A scheduler is lossless, whatever its confidences are worth, when it decides on slot k of a request without knowing
+    what was drafted in slot k or later of that request (``docs/schedulers.md``). Confidence k itself is made from the
+    drafts before slot k; confidence k + 1 is not.
     """
 
     knows_acceptance: bool

@@ -21,9 +21,10 @@ def accelerator(name: str, **changes: Any) -> Accelerator:
 
 def served(name: str) -> ServedTarget:
     """Of conf/target, or of the validation."""
-    found: Any = OmegaConf.load(VALIDATION_TARGETS).get(name)
-    found = found or OmegaConf.load(config_folder() / "target" / f"{name}.yaml").serving
-    return ServedTarget(**OmegaConf.to_container(found))  # pyright: ignore
+    known: Any = OmegaConf.to_container(OmegaConf.load(VALIDATION_TARGETS))
+    if name in known:
+        return ServedTarget(**known[name])
+    return instantiate(OmegaConf.load(config_folder() / "target" / f"{name}.yaml").serving, _convert_="all")
 
 
 def drafter(num_draft_tokens: int = 7, parameters: float = 5e9, **changes: Any) -> ServedDrafter:
