@@ -1,13 +1,13 @@
 """Step times from a measured table: monotone, a staircase where CUDA graphs are captured, linear beyond."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.optimize import isotonic_regression, nnls
 
 from dspark_lab.hardware.protocol import Floats, StepShape
@@ -91,9 +91,7 @@ class Curve:
     slope: float  # beyond the last
 
     @classmethod
-    def fit(
-        cls, at: Sequence[float], seconds: Sequence[float], weights: Sequence[float], graph: float | None
-    ) -> "Curve":
+    def fit(cls, at: ArrayLike, seconds: ArrayLike, weights: ArrayLike, graph: float | None) -> "Curve":
         """Isotonic regression: unlike a running maximum, one slow outlier does not lift all that follow."""
         places, inverse = np.unique(np.asarray(at, float), return_inverse=True)
         medians = np.array([np.median(np.asarray(seconds, float)[inverse == i]) for i in range(len(places))])
@@ -147,8 +145,9 @@ class TableProfile:
         curve = Curve.fit(tokens, rest, weights, measurement.graph_tokens)
         draft = None
         if measurement.drafts:
-            columns = zip(*((d.num_requests, d.time_s, d.repeats) for d in measurement.drafts), strict=True)
-            draft = Curve.fit(*columns, None)
+            timed = [(drafted.num_requests, drafted.time_s, drafted.repeats) for drafted in measurement.drafts]
+            numbers, times, repeats = zip(*timed, strict=True)
+            draft = Curve.fit(numbers, times, repeats, None)
         found = curve(tokens) + request_s * requests + context_token_s * context
         return cls(
             measurement=measurement,

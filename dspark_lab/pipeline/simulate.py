@@ -86,7 +86,9 @@ def schemes_of(parts: Parts, recipe: Simulation, table: AcceptanceTable) -> list
 def maker(config: DictConfig) -> MakeScheduler:
     """Builds ``scheduler`` anew for each simulation; one that looks at step times is given the profile."""
     asks = "hardware" in inspect.signature(get_class(config.scheduler._target_)).parameters
-    return lambda profile: build(config, "scheduler", **({"hardware": profile} if asks else {}))
+    if asks:
+        return lambda profile: build(config, "scheduler", hardware=profile)
+    return lambda profile: build(config, "scheduler")
 
 
 def deployed(

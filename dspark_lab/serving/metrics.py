@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.stats import t as student
 
 from dspark_lab.hardware.protocol import Floats
@@ -69,8 +70,8 @@ class _Sums:
         place = np.searchsorted(edges, log.end_s, side="right") - 1
         inside = (place >= 0) & (place < NUM_BATCHES)
 
-        def total(values: Floats) -> Floats:
-            return np.bincount(place[inside], np.asarray(values, float)[inside], NUM_BATCHES)
+        def total(values: ArrayLike) -> Floats:
+            return np.bincount(place[inside], np.asarray(values, float)[inside], NUM_BATCHES).astype(float)
 
         return cls(
             seconds=np.diff(edges),
@@ -144,4 +145,4 @@ def _latency(logs: Sequence[Log], warmup_s: float, of: tuple[Callable[[Log], Flo
     if not sum(map(len, by_seed)):
         return Estimate(None)
     value = float(np.percentile(np.concatenate(by_seed), percentile))
-    return _interval(value, np.array([np.percentile(values, percentile) for values in by_seed if len(values)]))
+    return _interval(value, np.array([np.percentile(values, percentile) for values in by_seed if len(values)], float))

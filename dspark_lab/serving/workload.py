@@ -9,6 +9,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 from dspark_lab.validation import checked
 
 Spread = Literal["constant", "exponential", "lognormal"]
+SIGMA = 0.5  # of the lognormal's logarithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Request:
 class Workload:
     """Args:
     arrivals: *closed*: so many clients, each asking anew when it is answered; *poisson*: so many requests a second.
-    prompt_tokens, output_tokens: means; ``spread`` is their distribution (lognormal: with a sigma of 0.5).
+    prompt_tokens, output_tokens: means; ``spread`` is their distribution (lognormal: ``SIGMA``).
     client_gap_s: between an answer and the client's next request.
     frontend_s: between the client and the engine's queue; part of the time to the first token.
     """
@@ -66,11 +67,8 @@ class Workload:
         return Request(asked_s, prompt, output)
 
     def _length(self, mean: int, generator: np.random.Generator) -> int:
-        match self.spread:
-            case "constant":
-                return mean
-            case "exponential":
-                return max(1, round(generator.exponential(mean)))
-            case "lognormal":
-                sigma = 0.5
-                return max(1, round(generator.lognormal(np.log(mean) - sigma**2 / 2, sigma)))
+        if self.spread == "constant":
+            return mean
+        if self.spread == "exponential":
+            return max(1, round(generator.exponential(mean)))
+        return max(1, round(generator.lognormal(np.log(mean) - SIGMA**2 / 2, SIGMA)))
