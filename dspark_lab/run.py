@@ -30,10 +30,15 @@ NOT_IDENTITY = frozenset(
         "scheduler",
         "export",
         "serve",
+        "profile",
+        "hardware",
+        "traces",
+        "simulate",
     }
 )
 NOT_IDENTITY_WITHIN = {
     "trainer": frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"}),
+    "target": frozenset({"serving"}),
     "engine": frozenset({"home", "endpoints", "endpoints_file", "concurrency", "timeout_s", "patience_s", "probe"}),
     "data": frozenset({"source", "num_workers", "prefetch_factor"}),
     "callbacks": frozenset({"replay", "decode", "early_stop"}),

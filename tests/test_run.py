@@ -17,6 +17,7 @@ CONFIG = {
     "store": {"reserve_bytes": 1},
     "trainer": TRAINER,
     "data": DATA,
+    "target": {"hidden_size": 8, "serving": None},
     "engine": {"model": "m", "home": "a"},
     "drafter": {"num_layers": 2},
     "callbacks": {"replay": {"num_conversations": 6}, "spike_guard": {"window": 50}},
@@ -38,6 +39,7 @@ def test_what_cannot_change_results_is_not_identity() -> None:
         store={"reserve_bytes": 2},
         trainer={**TRAINER, "max_steps": 99},
         data={**DATA, "num_workers": 3},
+        target={"hidden_size": 8, "serving": {"num_layers": 2}},
         engine={"model": "m", "home": "b"},
         callbacks={"replay": None, "spike_guard": {"window": 50}, "early_stop": {"patience": 3}, "ema": None},
     )
@@ -48,6 +50,7 @@ def test_what_cannot_change_results_is_not_identity() -> None:
     [
         {"seed": 2},
         {"drafter": {"num_layers": 3}},
+        {"target": {"hidden_size": 16, "serving": None}},
         {"trainer": {**TRAINER, "gradient_clip": 0.5}},
         {"trainer": {**TRAINER, "accumulate": 2}},
         {"data": {**DATA, "rows_per_batch": 2}},

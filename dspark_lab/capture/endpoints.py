@@ -156,7 +156,7 @@ class EndpointPool:
         failed: list[str] = []
         last: Endpoint | None = None
         for attempt in range(NUM_TRIES):
-            endpoint = last = self._lease(last)
+            endpoint = last = self._lease(last, patience_s=self.patience_s)
             try:
                 reply = endpoint.post(path, body, timeout_s=timeout_s, headers=headers)
             except ServerFailure as error:
@@ -171,6 +171,10 @@ class EndpointPool:
             self._count("requests tried again")
             self._closed.wait(min(SHORTEST_PAUSE_S * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.5, 1))
         raise EndpointError(f"{path} failed {NUM_TRIES} times: {'; '.join(failed[-2:])}")
+
+    def wait(self, *, patience_s: float) -> None:
+        """Until a server is usable. Raises NoServerError."""
+        self._return(self._lease(None, patience_s=patience_s))
 
     @property
     def events(self) -> Mapping[str, int]:
@@ -200,9 +204,9 @@ class EndpointPool:
     ) -> None:
         self.close()
 
-    def _lease(self, last: Endpoint | None) -> Endpoint:
+    def _lease(self, last: Endpoint | None, *, patience_s: float) -> Endpoint:
         """The least busy usable server, another one than ``last`` if there is one; waits for it."""
-        deadline = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + patience_s
         with self._changed:
             while True:
                 found = [endpoint for endpoint in self._endpoints.values() if endpoint.accepts]
@@ -214,7 +218,7 @@ class EndpointPool:
                 hopeless = bool(listed) and all(endpoint.refusal for endpoint in listed)
                 if left <= 0 or hopeless or self._closed.is_set():
                     told = "; ".join(map(str, listed)) or "none is listed"
-                    waited = "closed" if self._closed.is_set() else f"none within {self.patience_s:g} s"
+                    waited = "closed" if self._closed.is_set() else f"none within {patience_s:g} s"
                     raise NoServerError(f"no usable server ({'none is admitted' if hopeless else waited}): {told}")
                 self.check()
                 self._changed.wait(min(left, self.probe_every_s))

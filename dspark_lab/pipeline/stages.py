@@ -11,9 +11,11 @@ from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.evaluate import evaluate
 from dspark_lab.pipeline.export import export
 from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.profile import profile
 from dspark_lab.pipeline.regenerate import regenerate
 from dspark_lab.pipeline.report import report
 from dspark_lab.pipeline.serve import serve
+from dspark_lab.pipeline.simulate import simulate
 from dspark_lab.pipeline.train import train
 
 STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
@@ -24,6 +26,8 @@ STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
     "calibrate": calibrate,
     "export": export,
     "serve": serve,
+    "profile": profile,
+    "simulate": simulate,
     "report": report,
 }
 """In the order of the way through."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from dspark_lab.report.comparison import Row, row_labels
+from dspark_lab.serving.frontier_file import FrontierFile
 
 # Dark enough for 4.5 : 1 on white, and told apart without colour vision by the marker.
 COLOURS = ("#0b5cad", "#b04a00", "#00705c", "#8a2f7d", "#6b5900", "#4b5563", "#a3123a", "#245b1f")
@@ -141,6 +142,35 @@ def calibration_chart(rows: Sequence[Row]) -> go.Figure | None:
     figure.update_yaxes(rangemode="tozero", tickformat=".0%")
     figure.update_xaxes(dtick=1)
     return figure if figure.data else None
+
+
+def frontier_chart(frontier: FrontierFile) -> go.Figure:
+    """Simulated output throughput over interactivity, a line a scheme; a point a load, hollow off the frontier."""
+    figure = _figure("simulated tokens/s per user", "simulated output tokens/s per GPU")
+    for index, curve in enumerate(frontier.curves):
+        shown = [record for record in curve.points if record.point]
+        points = [record.point for record in shown if record.point]
+        style = _style(index)
+        symbol = MARKERS[index % len(MARKERS)]
+        symbols = [symbol if record.on_frontier else f"{symbol}-open" for record in shown]
+        style["marker"] = style["marker"] | {"symbol": symbols}
+        figure.add_scatter(
+            x=[point.interactivity for point in points],
+            y=[point.throughput for point in points],
+            customdata=[
+                f"load {record.load:g}, {record.num_gpus} GPUs"
+                + (f"<br>{record.extrapolated}" if record.extrapolated else "")
+                for record in shown
+            ],
+            name=curve.scheme,
+            mode="lines+markers",
+            hovertemplate="%{x:.1f} tokens/s/user, %{y:.1f} tokens/s/GPU<br>%{customdata}<extra>"
+            + curve.scheme
+            + "</extra>",
+            **style,
+        )
+    figure.update_layout(height=420)
+    return figure
 
 
 def _figure(x: str, y: str) -> go.Figure:

@@ -9,6 +9,7 @@ from typing import Any
 from dspark_lab.records import Metric
 from dspark_lab.report.metrics_log import METRICS_FILE, Curve, Line, curve, read_metrics
 from dspark_lab.report.results import RESULTS_FILE, Results, read_results
+from dspark_lab.serving.frontier_file import FrontierFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class RunResult:
     directory: Path
     results: Results
     lines: tuple[Line, ...] = ()
+    frontier: FrontierFile | None = None
 
     @property
     def drafter(self) -> str:
@@ -38,7 +40,7 @@ class RunResult:
         failed = [f"stage {stage.name} failed: {stage.error}" for stage in self.results.stages if stage.error]
         if failed:
             return "; ".join(failed)
-        if self.metric("acceptance_length") is None:
+        if self.metric("acceptance_length") is None and self.frontier is None:
             done = ", ".join(stage.name for stage in self.results.stages) or "none"
             return f"no acceptance length yet (stages done: {done})"
         return None
@@ -70,7 +72,8 @@ def collect(run_dirs: Sequence[Path | str]) -> Collection:
     runs, unreadable = [], {}
     for directory in directories:
         try:
-            runs.append(RunResult(directory, read_results(directory), tuple(read_metrics(directory))))
+            results, lines = read_results(directory), tuple(read_metrics(directory))
+            runs.append(RunResult(directory, results, lines, FrontierFile.load(directory)))
         except ValueError as error:
             unreadable[directory] = str(error)
     if not runs:

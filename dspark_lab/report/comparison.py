@@ -97,7 +97,8 @@ def verdict(rows: Sequence[Row]) -> str:
     """The answer in one or two sentences."""
     ranked = [row for row in rows if row.acceptance is not None]
     if not ranked:
-        return "No run has been evaluated yet."
+        found = [sentence for row in rows if row.run.frontier for sentence in row.run.frontier.sentences]
+        return " ".join(sentence[0].upper() + sentence[1:] for sentence in found) or "No run has been evaluated yet."
     best = ranked[0]
     assert best.acceptance is not None
     how = "real decoding" if best.decode else "replay"

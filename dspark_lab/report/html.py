@@ -11,7 +11,14 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from dspark_lab.report.charts import acceptance_chart, calibration_chart, curve_chart, rates_chart, speed_chart
+from dspark_lab.report.charts import (
+    acceptance_chart,
+    calibration_chart,
+    curve_chart,
+    frontier_chart,
+    rates_chart,
+    speed_chart,
+)
 from dspark_lab.report.collect import Collection, collect, flatten
 from dspark_lab.report.comparison import Row, comparison_rows, differing_settings, notes, run_labels, verdict
 from dspark_lab.report.table import (
@@ -53,7 +60,12 @@ def write_report(
 def render_html(collection: Collection, *, title: str) -> str:
     """The whole page; equal collections give equal pages."""
     rows = comparison_rows(collection)
-    charts = _charts(rows)
+    frontiers = {
+        f"frontier_{index}": (label, run.frontier)
+        for index, (label, run) in enumerate(zip(run_labels(collection.runs), collection.runs, strict=True))
+        if run.frontier
+    }
+    charts = _charts(rows) | {name: frontier_chart(frontier) for name, (_, frontier) in frontiers.items()}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -70,6 +82,7 @@ def render_html(collection: Collection, *, title: str) -> str:
         rates=rates_table(rows),
         conditional_rates=rates_table(rows, conditional=True),
         notes=notes(collection, rows),
+        frontiers=[(name, label, frontier) for name, (label, frontier) in frontiers.items()],
         missing=missing(collection),
         heights={name: figure.layout.height for name, figure in charts.items()},
         calls=[_call(name, figure) for name, figure in charts.items()],

@@ -128,6 +128,51 @@ METRICS: Mapping[str, MetricKind] = {
     "served_time_to_first_token_s": MetricKind(
         "s", "Median over the requests of the seconds to the first token. Undefined where kernels were interpreted."
     ),
+    # profile
+    "profile_step_time_s": MetricKind(
+        "s", "Median seconds of the target's cached forward of one token, one request, on the machine at hand."
+    ),
+    "profile_draft_time_s": MetricKind("s", "Median seconds of one request's proposal in the middle of decoding."),
+    "profile_fit_error": MetricKind(
+        "fraction", "Mean over the timed steps of |fitted / timed - 1|: how well the stored profile says its own data."
+    ),
+    # simulate
+    "simulated_tokens_per_s_per_user": MetricKind(
+        "tokens/s",
+        "Tokens after each request's first / seconds that requests spent decoding, in the window after the warm-up: one "
+        "over the mean time per output token, weighted by tokens.",
+    ),
+    "simulated_output_tokens_per_s": MetricKind("tokens/s", "Tokens emitted by all requests / seconds, in the window."),
+    "simulated_output_tokens_per_s_per_gpu": MetricKind(
+        "tokens/s/GPU", "simulated_output_tokens_per_s / GPUs of the replica."
+    ),
+    "simulated_total_tokens_per_s_per_gpu": MetricKind(
+        "tokens/s/GPU", "The same with the prompt tokens that were prefilled: what some published charts show."
+    ),
+    "simulated_acceptance_length": MetricKind(
+        "tokens/step", "Tokens after each request's first / verify steps of requests; 1 without a drafter."
+    ),
+    "simulated_verified_tokens_per_step": MetricKind(
+        "tokens/step", "Draft tokens verified / verify steps of requests: what the scheduler chose."
+    ),
+    "simulated_wasted_verification": MetricKind(
+        "fraction", "Draft tokens that were verified and did not stand / draft tokens that were verified."
+    ),
+    "simulated_num_running": MetricKind("requests", "Requests that decode at once, averaged over time."),
+    "simulated_time_to_first_token_s_p<k>": MetricKind(
+        "s", "Percentile k over requests of the seconds from the client's asking to the first token."
+    ),
+    "simulated_time_per_output_token_s_p<k>": MetricKind(
+        "s", "Percentile k over requests of (last token - first token) / (tokens - 1)."
+    ),
+    "simulated_request_time_s_p<k>": MetricKind(
+        "s", "Percentile k over requests of the seconds from the client's asking to the last token."
+    ),
+    "simulated_gain": MetricKind(
+        "ratio",
+        "Output tokens/s/GPU of the scheduler's frontier / that of another at the other's point, at the same tokens/s/user; "
+        "linear between the scheduler's points.",
+    ),
     # train
     "num_parameters": MetricKind(
         "parameters", "Trained parameters of the drafter (the target's matrices are not its)."
@@ -201,7 +246,7 @@ def metric_kind(name: str) -> MetricKind:
     Raises:
         ValueError: the vocabulary has no such metric.
     """
-    for key in (name, re.sub(r"_[1-9]\d*$", "_<k>", name), re.sub(r"^(train|val)/.+$", r"\1/<term>", name)):
+    for key in (name, re.sub(r"_(p?)[1-9]\d*$", r"_\1<k>", name), re.sub(r"^(train|val)/.+$", r"\1/<term>", name)):
         if key in METRICS:
             return METRICS[key]
     near = difflib.get_close_matches(name, METRICS, n=3)

@@ -171,7 +171,7 @@ class VllmTarget:
     ) -> Iterator[CaptureClient]:
         """A client of the servers that capture; each is probed with some of ``conversations`` before it is used.
 
-        ``generation``: of the run's other clients; None begins one. ``patience_s``: instead of the target's.
+        ``generation``: of the run's other clients; None begins one. ``patience_s``: of later requests, instead of the target's.
         """
         connection = self.cluster.mooncake()
         assert connection.admin_url
@@ -193,6 +193,7 @@ class VllmTarget:
         with closing(MooncakeClient(**connection.of_client)) as mooncake:
             layer_ids = (*self.spec.layer_ids, self.spec.num_layers)
             with self._pool(layer_ids=layer_ids, admit=admit, patience_s=patience_s) as pool:
+                pool.wait(patience_s=self.patience_s)
                 client = CaptureClient(mooncake, endpoints=pool, **settings)
                 client.remove_orphans()
                 yield client

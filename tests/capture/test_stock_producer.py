@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dspark_lab.capture.client import CaptureClient, CaptureError
+from dspark_lab.capture.client import CaptureClient
+from dspark_lab.capture.protocol import CaptureError
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment
 from dspark_lab.records import TokenizedConversation
 from dspark_lab.store.mooncake_admin import object_names
@@ -77,7 +78,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Cap
         )  # fmt: skip
         stock = Stock(connection)
         client = CaptureClient(
-            MooncakeClient(**connection.of_client), namespace="run", generation=None, endpoints=stock, manifest=MANIFEST,
+            MooncakeClient(**connection.of_client), admin_url=master.admin_url, namespace="run", generation=None, endpoints=stock, manifest=MANIFEST,
             concurrency=2,
             timeout_s=20.0,
         )  # fmt: skip

@@ -1,0 +1,163 @@
+"""Stage *simulate*: the frontier of a scheduler against its baselines, on hardware that need not be there."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from dspark_lab.evaluation.calibration import read_temperatures
+from dspark_lab.hardware.deployment import Deployment, Hardware, deploy
+from dspark_lab.hardware.served import ServedDrafter, ServedTarget
+from dspark_lab.pipeline.build import build, build_scheduler
+from dspark_lab.pipeline.distributed import Outcome
+from dspark_lab.pipeline.parts import Parts
+from dspark_lab.progress import console, track
+from dspark_lab.records import Metric
+from dspark_lab.report.results import RESULTS_FILE, read_results
+from dspark_lab.report.vocabulary import metric
+from dspark_lab.serving.acceptance import AcceptanceTable
+from dspark_lab.serving.frontier_file import Curve, FrontierFile, gains_over
+from dspark_lab.serving.recipe import Simulation
+from dspark_lab.serving.sources import RunTraces, Traces
+from dspark_lab.serving.study import MakeScheduler, Scheme, Simulated, simulate_load
+
+
+def simulate(parts: Parts) -> Outcome:
+    """Every scheme at every load; writes ``frontier.json`` and ``frontier.csv``. No target is loaded."""
+    config = parts.config
+    recipe: Simulation = build(config, "simulate")
+    hardware: Hardware = build(config, "hardware")
+    table, drafter, source = acceptance_of(parts)
+    schemes = schemes_of(parts, recipe, table)
+    points: list[Simulated] = []
+    told: list[str] = []
+    jobs = [(scheme, number, load) for scheme in schemes for number in recipe.num_gpus for load in recipe.loads]
+    deployments: dict[tuple[bool, int | None], Deployment] = {}
+    for scheme, number, load in track(jobs, "simulate"):
+        key = (scheme.acceptance is None, number)
+        if key not in deployments:
+            deployments[key] = deployed(
+                config, hardware, None if scheme.acceptance is None else drafter, recipe, number
+            )
+            told.append(deployments[key].told)
+        points.append(simulate_load(scheme, deployments[key], recipe, load))
+    setting = setting_of(parts, table, recipe, profile=told[0])
+    curves = [Curve.of(scheme.name, [entry for entry in points if entry.scheme == scheme.name]) for scheme in schemes]
+    written = FrontierFile(setting=setting, source=source, curves=tuple(curves), gains=gains_over(curves))
+    written.save(parts.run.directory)
+    console.print(f"simulate: {told[0]}")
+    for sentence in written.sentences:
+        console.print(f"simulate: {sentence}")
+    outside = sum(entry.extrapolated is not None for entry in points)
+    events = {"points that use extrapolated step times": outside} if outside else {}
+    record = {"num_in": len(points), "num_out": len(points), "unit": "points", "events": events}
+    return record, simulation_metrics(points, written, setting)
+
+
+def acceptance_of(parts: Parts) -> tuple[AcceptanceTable, ServedDrafter, str]:
+    """What ``traces`` names: rounds, the drafter that had them, and where they are from."""
+    traces: Traces = build(parts.config, "traces")
+    if not isinstance(traces, RunTraces):
+        table = traces.table(target_name=parts.config.target.name, seed=int(parts.config.seed))
+        return table, traces.drafter, traces.source
+    table = traces.table(parts.run.traces)
+    found = read_results(parts.run.directory).metrics if (parts.run.directory / RESULTS_FILE).exists() else ()
+    trained = next((entry.value for entry in found if entry.name == "num_parameters"), None)
+    number = traces.num_parameters if traces.num_parameters is not None else trained
+    if number is None:
+        raise ValueError("traces.num_parameters is null and this run trained no drafter: say how many its drafter has")
+    drafter = traces.drafter(parts.info.choices["drafter"], num_draft_tokens=table.width, num_parameters=number)
+    return table, drafter, traces.source
+
+
+def schemes_of(parts: Parts, recipe: Simulation, table: AcceptanceTable) -> list[Scheme]:
+    """The run's scheduler, then its baselines. Plain decoding is always the one without a drafter."""
+    chosen = parts.info.choices["scheduler"]
+    schemes = [] if chosen == "none" else [Scheme(name=chosen, acceptance=table, make_scheduler=maker(parts))]
+    if chosen == "none" or "none" in recipe.baselines:
+        schemes.append(Scheme(name="none", acceptance=None))
+    if "mtp1" in recipe.baselines:
+        first = table.narrowed(1, name="mtp1")
+        schemes.append(Scheme(name="mtp1", acceptance=first, draft_share=recipe.mtp1_draft_share))
+    return schemes
+
+
+def maker(parts: Parts) -> MakeScheduler:
+    """Builds ``scheduler`` anew for each simulation; a calibrated run's confidences go through its temperatures."""
+    calibrated = parts.info.choices["traces"] == "run" and parts.run.calibration.is_file()
+    temperatures = read_temperatures(parts.run.calibration) if calibrated else None
+    return lambda profile: build_scheduler(parts.config, profile, temperatures=temperatures)
+
+
+def deployed(
+    config: DictConfig, hardware: Hardware, drafter: ServedDrafter | None, recipe: Simulation, num_gpus: int | None
+) -> Deployment:
+    served: ServedTarget | None = None if config.target.serving is None else build(config, "target.serving")
+    try:
+        return deploy(
+            hardware,
+            target_name=config.target.name,
+            target=served,
+            drafter=drafter,
+            num_gpus=num_gpus,
+            memory_utilisation=recipe.memory_utilisation,
+        )
+    except ValueError as error:
+        raise ValueError(f"simulate: {error}") from error
+
+
+def setting_of(parts: Parts, table: AcceptanceTable, recipe: Simulation, *, profile: str) -> dict[str, Any]:
+    """What all simulated numbers of the stage have in common."""
+    workload = recipe.workload
+    return {
+        "hardware": parts.info.choices["hardware"],
+        "target": parts.config.target.name,
+        "traces": table.name,
+        "acceptance": table.origin,
+        "num_draft_tokens": table.width,
+        "step_times": profile,
+        "arrivals": workload.arrivals,
+        "prompt_tokens": workload.prompt_tokens,
+        "output_tokens": workload.output_tokens,
+        "spread": workload.spread,
+        "prefill": recipe.limits.prefill,
+        "duration_s": recipe.duration_s,
+        "warmup_s": recipe.warmup_s,
+        "num_seeds": len(recipe.seeds),
+    }
+
+
+def simulation_metrics(points: Sequence[Simulated], written: FrontierFile, setting: Mapping[str, Any]) -> list[Metric]:
+    found = [
+        metric(
+            f"simulated_{name}",
+            estimate.value,
+            low=estimate.low,
+            high=estimate.high,
+            origin="simulated",
+            setting={
+                **setting,
+                "scheduler": entry.scheme,
+                "load": entry.load,
+                "num_gpus": entry.num_gpus,
+                "extrapolated": entry.extrapolated,
+            },
+        )
+        for entry in points
+        for name, estimate in entry.metrics.items()
+    ]
+    found += [
+        metric(
+            "simulated_gain",
+            gain.ratio,
+            origin="simulated",
+            setting={
+                **setting,
+                "scheduler": gain.scheme,
+                "over": gain.over,
+                "tokens_per_s_per_user": gain.interactivity,
+            },
+        )
+        for gain in written.gains
+    ]
+    return found

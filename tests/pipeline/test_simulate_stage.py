@@ -1,0 +1,155 @@
+"""stages=simulate: no target is loaded, everything says simulated, and what cannot be is refused by name."""
+
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from dspark_lab.__main__ import config_folder
+from dspark_lab.evaluation.traces import save_traces
+from dspark_lab.hardware.protocol import HardwareProfile
+from dspark_lab.pipeline.simulate import simulate
+from dspark_lab.records import Trace, VerifyStep
+from dspark_lab.report.html import write_report
+from dspark_lab.report.results import RunInfo, StageRecord, update_results
+from dspark_lab.report.vocabulary import metric
+from dspark_lab.serving.frontier_file import FrontierFile
+
+SHORT = ("simulate.loads=[1,4]", "simulate.duration_s=12", "simulate.warmup_s=3", "simulate.seeds=[1]",
+         "simulate.prompt_tokens=100", "simulate.output_tokens=50")  # fmt: skip
+PUBLISHED = ("hardware=gb300_nvl72", "target=kimi_k3", "traces=published/kimi_k3", *SHORT)
+
+
+class WhileItPays:
+    """A scheduler that looks at step times, as small as can be."""
+
+    knows_acceptance = False
+
+    def __init__(self, *, hardware: HardwareProfile) -> None:
+        assert hardware.draft_time_s(num_requests=1) > 0
+
+    def draft_lengths(self, confidence, load, *, num_draft_tokens):
+        return (np.cumprod(confidence, 1) > 0.3).sum(1)
+
+
+def parts(folder: Path, *overrides: str, scheduler: dict[str, Any] | None = None, name: str = "while_it_pays") -> Any:
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = compose("config", list(overrides))
+    OmegaConf.set_struct(config, False)
+    config.scheduler = scheduler or {"_target_": "test_simulate_stage.WhileItPays"}
+    hardware = next((word.partition("=")[2] for word in overrides if word.startswith("hardware=")), "cpu")
+    return SimpleNamespace(
+        config=config,
+        run=SimpleNamespace(directory=folder, traces=folder / "traces.jsonl"),
+        info=SimpleNamespace(choices={"scheduler": name, "hardware": hardware, "drafter": "dspark"}),
+    )
+
+
+def recorded(folder: Path, *, width: int = 4) -> None:
+    steps = tuple(VerifyStep(k, width, k % (width + 1), (0.8,) * width) for k in range(40))
+    save_traces(folder / "traces.jsonl", {"measured": [Trace(name, "sums", steps, 100) for name in "ab"]})
+
+
+def test_from_published_statistics_to_a_labelled_frontier(tmp_path: Path) -> None:
+    record, metrics = simulate(parts(tmp_path, *PUBLISHED))
+    assert (record["num_in"], record["num_out"], record["unit"]) == (6, 6, "points")
+    assert record["events"]["points that use extrapolated step times"] > 0
+    assert {entry.origin for entry in metrics} == {"simulated"}
+    assert {entry.setting["acceptance"] for entry in metrics} == {"published"}
+    assert {entry.setting["num_gpus"] for entry in metrics if "num_gpus" in entry.setting} == {8}
+    found = json.loads((tmp_path / "frontier.json").read_text())
+    assert found["origin"] == "simulated"
+    assert "vLLM blog" in found["source"]
+    assert [curve["scheme"] for curve in found["curves"]] == ["while_it_pays", "none", "mtp1"]
+    with (tmp_path / "frontier.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    assert {row["origin"] for row in rows} == {"simulated"}
+    plain = next(row for row in rows if (row["scheme"], row["load"]) == ("none", "1.0"))
+    assert float(plain["tokens_per_s_per_user"]) == pytest.approx(111, rel=0.02)
+    drafted = next(row for row in rows if (row["scheme"], row["load"]) == ("while_it_pays", "1.0"))
+    assert float(drafted["tokens_per_s_per_user"]) > 1.3 * float(plain["tokens_per_s_per_user"])
+
+
+def test_the_report_draws_it_and_says_that_it_is_simulated(tmp_path: Path) -> None:
+    record, metrics = simulate(parts(tmp_path, *PUBLISHED))
+    run = RunInfo(name="r", choices={"drafter": "dspark"}, config={}, config_hash="h", command="c")
+    update_results(tmp_path, run=run, stage=StageRecord("simulate", 1.0, **record), metrics=metrics)
+    page = write_report([tmp_path], tmp_path).read_text()
+    assert "Simulated serving" in page
+    assert "simulated output tokens" in page
+    assert "kimi_k3 on gb300_nvl72, traces published/kimi_k3 (published)" in page
+    assert 'class="missing"' not in page
+    assert "No run has been evaluated" not in page
+
+
+def test_equal_seeds_give_equal_files(tmp_path: Path) -> None:
+    found = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        simulate(parts(tmp_path / name, *PUBLISHED))
+        found.append((tmp_path / name / "frontier.json").read_text())
+    assert found[0] == found[1]
+
+
+def test_a_runs_own_traces(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    run = RunInfo(name="r", choices={"drafter": "dspark"}, config={}, config_hash="h", command="c")
+    trained = [metric("num_parameters", 1e7, origin="measured")]
+    update_results(tmp_path, run=run, stage=StageRecord("train", 1.0), metrics=trained)
+    common = ("hardware=h100", "target=qwen3_8b", *SHORT)
+    _, metrics = simulate(parts(tmp_path, *common))
+    assert {entry.setting["traces"] for entry in metrics} == {"run"}
+    assert {entry.setting["acceptance"] for entry in metrics} == {"measured"}
+    assert {entry.setting["num_draft_tokens"] for entry in metrics} == {4}
+    with pytest.raises(ValueError, match="rounds of run ended with fewer verified"):
+        simulate(parts(tmp_path, *common, "traces.num_draft_tokens=8"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["traces=run"], r"traces\.jsonl does not exist: add evaluate to stages"),
+        (["target=qwen3_8b"], "are of target=kimi_k3, this run has target=qwen3_8b"),
+        (["simulate.num_gpus=4"], "at least 8 GPUs"),
+        (["simulate.num_gpus=128"], "links 72"),
+        (["hardware=h100"], "does not fit into the 8 GPUs that h100 links"),
+        (["simulate.warmup_s=30"], "simulate: warmup_s=30.0 leaves nothing"),
+        (["simulate.loads=[1.5]"], "whole numbers"),
+        (["simulate.memory_utilisation=2"], r"simulate\.memory_utilisation"),
+        (["simulate.batch_tokens=100"], "batch_tokens=100 cannot hold"),
+        (["target.serving.dense_parameters=-1"], r"target\.serving\.dense_parameters"),
+        (["target.serving=null"], "target.serving of kimi_k3 is null"),
+        (["traces.acceptance_lengths.math=12"], "acceptance_length=12.0: with num_draft_tokens=8"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        simulate(parts(tmp_path, *PUBLISHED, *overrides))
+
+
+def test_a_trained_drafters_size_is_asked_for(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    with pytest.raises(ValueError, match=r"traces\.num_parameters is null and this run trained no drafter"):
+        simulate(parts(tmp_path, "hardware=h100", "target=qwen3_8b", *SHORT))
+
+
+def test_scheduler_none_is_plain_decoding_without_a_drafter(tmp_path: Path) -> None:
+    simulate(parts(tmp_path, *PUBLISHED, "simulate.baselines=[]", name="none"))
+    found = FrontierFile.load(tmp_path)
+    assert found is not None
+    assert [curve.scheme for curve in found.curves] == ["none"]
+    assert found.gains == ()
+
+
+def test_nothing_was_simulated_or_the_file_is_broken(tmp_path: Path) -> None:
+    assert FrontierFile.load(tmp_path) is None
+    (tmp_path / "frontier.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"frontier\.json: not readable as a frontier"):
+        FrontierFile.load(tmp_path)
