@@ -24,9 +24,10 @@ def config_folder() -> Path:
 @hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
 def hydra_main(config: DictConfig) -> float | None:
     # Imported late: --help and a misspelt key should answer at once.
-    from dspark_lab.capture.client import CaptureError
     from dspark_lab.capture.endpoints import EndpointError
+    from dspark_lab.capture.protocol import CaptureError, EngineUnreachableError
     from dspark_lab.cluster.services import ServiceError
+    from dspark_lab.data.live import LiveDataError
     from dspark_lab.pipeline import run
     from dspark_lab.store.mooncake_admin import MasterUnreachableError
     from dspark_lab.training.launch import RankError
@@ -40,6 +41,8 @@ def hydra_main(config: DictConfig) -> float | None:
         ServiceError,
         EndpointError,
         CaptureError,
+        EngineUnreachableError,
+        LiveDataError,
         MasterUnreachableError,
     ) as error:
         # A user's mistake, a missing part or a service that failed: its message says all; a stack trace would bury it.

@@ -30,6 +30,7 @@ from dspark_lab.data.prompts import Splits, disjoint, to_prompt
 from dspark_lab.data.screening import OverlapCount, Screened, screen_answers, screen_prompts
 from dspark_lab.data.vocabulary import DraftVocabulary, build_draft_vocabulary, count_supervised_tokens
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
+from dspark_lab.drafter.start import start_from_target
 from dspark_lab.evaluation.recipe import Benchmark, Calibration, Evaluation, Serving
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.combinations import refuse_contradictions
@@ -44,6 +45,7 @@ from dspark_lab.target.protocol import Target
 from dspark_lab.target.vllm import VllmTarget
 from dspark_lab.training.place import Place
 
+FROM_TARGET = "target"  # drafter.from_pretrained: no checkpoint, but the target's last layers
 LIVE_PATIENCE_S = 2.0
 """A live request waits so long for a usable server; how long training waits is ``live.engine_deadline_s``."""
 
@@ -251,7 +253,7 @@ class Parts:
         """The checkpoint of ``drafter.from_pretrained``, which fits config and target; None without one."""
         node = self.config.drafter
         source = node.get("from_pretrained")
-        if source is None:
+        if source in (None, FROM_TARGET):
             return None
         checkpoint = read_checkpoint(str(source))
         options: Any = OmegaConf.to_container(node, resolve=True)
@@ -315,6 +317,8 @@ class Parts:
         drafter: Drafter = build(
             self.config, "drafter", without=("from_pretrained",), borrowed=borrowed, recipe=recipe
         ).float()
+        if self.config.drafter.get("from_pretrained") == FROM_TARGET:
+            start_from_target(drafter, self.target.layers())
         if imported is not None:
             load_weights(drafter, imported)
             console.print(f"drafter: weights of {imported.source} ({imported.format} format)")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -144,6 +144,10 @@ class HuggingFaceTarget:
     def _rolls_back(self) -> bool:
         refuse_recurrent(self.config)  # once: it builds the model's skeleton
         return True
+
+    def layers(self) -> Sequence[nn.Module]:
+        """The decoder layers, in order."""
+        return list(dissect(self.model).layers)
 
     def head(self) -> TargetHead:
         """Frozen matrices on the target's device in its dtype; shared with the network once that is loaded.

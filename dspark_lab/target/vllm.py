@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from dspark_lab.capture.client import CaptureClient
@@ -102,6 +103,9 @@ class VllmTarget:
         events, self._events = self._events, Counter()
         return events
 
+    def layers(self) -> Sequence[nn.Module]:
+        return self.in_process.layers()
+
     def head(self) -> TargetHead:
         return self.in_process.head()
 
@@ -171,7 +175,8 @@ class VllmTarget:
     ) -> Iterator[CaptureClient]:
         """A client of the servers that capture; each is probed with some of ``conversations`` before it is used.
 
-        ``generation``: of the run's other clients; None begins one. ``patience_s``: of later requests, instead of the target's.
+        ``generation``: of the run's other clients; None begins one. ``patience_s``: of requests, instead of the target's,
+        once a first server is usable.
         """
         connection = self.cluster.mooncake()
         assert connection.admin_url

@@ -72,21 +72,6 @@ def parts_of(name: str, side: str, overrides: list[str], seed: int) -> Parts:
     return Parts(config, no_run, info, Place.of())
 
 
-def start(parts: Parts, kind: str) -> None:
-    """``select``: fc hands on the newest captured state alone. ``layers``: that, and the target's last layers."""
-    drafter = parts.drafter
-    assert isinstance(drafter, BlockDrafter)
-    size, num_layers = drafter.target.hidden_size, len(drafter.layers)
-    with torch.no_grad():
-        drafter.fc.weight.zero_()
-        drafter.fc.weight[:, -size:] = torch.eye(size)
-        if kind == "layers":
-            last: Any = parts.target.model.model.layers[-num_layers:]  # pyright: ignore
-            for layer, source in zip(drafter.layers, last, strict=True):
-                layer.load_state_dict(source.state_dict(), strict=False)
-            drafter.hidden_norm.weight.copy_(last[0].input_layernorm.weight)
-
-
 def ours(parts: Parts) -> Trained:
     drafter = parts.drafter.train()
     return Trained(drafter, drafter, lambda batch, samples: drafter.loss(drafter(batch), batch).total, lambda: None)
@@ -180,7 +165,6 @@ def main() -> None:
     parser.add_argument("--side", choices=("ours", "speculators"), required=True)
     parser.add_argument("--drafter", choices=("eagle3", "dflash", "dspark"), required=True)
     parser.add_argument("--label", help="of the curve; default: the side")
-    parser.add_argument("--start", choices=("random", "select", "layers"), default="random")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=180, help="of CPU time, measuring left out")
     parser.add_argument("--every", type=float, default=30, help="seconds between measurements")
@@ -190,8 +174,6 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     parts = parts_of(arguments.drafter, arguments.side, arguments.overrides, arguments.seed)
-    if arguments.start != "random":
-        start(parts, arguments.start)
     trained = {"ours": ours, "speculators": speculators}[arguments.side](parts)
     trainable = [parameter for parameter in trained.module.parameters() if parameter.requires_grad]
     optimizer = trained.drafter.recipe.optimizer.build(trained.module)

@@ -78,9 +78,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Cap
         )  # fmt: skip
         stock = Stock(connection)
         client = CaptureClient(
-            MooncakeClient(**connection.of_client), admin_url=master.admin_url, namespace="run", generation=None, endpoints=stock, manifest=MANIFEST,
-            concurrency=2,
-            timeout_s=20.0,
+            MooncakeClient(**connection.of_client), admin_url=master.admin_url, namespace="run", generation=None,
+            endpoints=stock, manifest=MANIFEST, concurrency=2, timeout_s=20.0,
         )  # fmt: skip
         yield stock, client, master.admin_url
 
