@@ -147,7 +147,8 @@ def test_stages_keep_the_order_of_the_way_through() -> None:
     assert requested_stages(["report", "train"]) == ["train", "report"]
     for wrong in ("serv", ["train", "trian"], []):
         with pytest.raises(
-            ValueError, match="regenerate, capture, train, evaluate, export, serve, profile, simulate, report"
+            ValueError,
+            match="regenerate, capture, train, evaluate, calibrate, export, serve, profile, simulate, report",
         ):
             requested_stages(wrong)
 

@@ -42,12 +42,15 @@ def parts(folder: Path, *overrides: str, scheduler: dict[str, Any] | None = None
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = compose("config", list(overrides))
     OmegaConf.set_struct(config, False)
-    config.scheduler = scheduler or {"_target_": "test_simulate_stage.WhileItPays"}
+    if not any(word.startswith("scheduler=") for word in overrides):
+        config.scheduler = scheduler or {"_target_": "test_simulate_stage.WhileItPays"}
     hardware = next((word.partition("=")[2] for word in overrides if word.startswith("hardware=")), "cpu")
     return SimpleNamespace(
         config=config,
-        run=SimpleNamespace(directory=folder, traces=folder / "traces.jsonl"),
-        info=SimpleNamespace(choices={"scheduler": name, "hardware": hardware, "drafter": "dspark"}),
+        run=SimpleNamespace(directory=folder, traces=folder / "traces.jsonl", calibration=folder / "calibration.json"),
+        info=SimpleNamespace(
+            choices={"scheduler": name, "hardware": hardware, "drafter": "dspark", "traces": config.traces.name}
+        ),
     )
 
 
@@ -87,6 +90,37 @@ def test_the_report_draws_it_and_says_that_it_is_simulated(tmp_path: Path) -> No
     assert "kimi_k3 on gb300_nvl72, traces published/kimi_k3 (published)" in page
     assert 'class="missing"' not in page
     assert "No run has been evaluated" not in page
+
+
+@pytest.mark.parametrize("scheduler", ["hardware_aware", "threshold", "fixed", "oracle"])
+def test_the_schedulers_of_the_config(tmp_path: Path, scheduler: str) -> None:
+    _, metrics = simulate(parts(tmp_path, *PUBLISHED, f"scheduler={scheduler}", name=scheduler))
+    rates = [
+        entry.value
+        for entry in metrics
+        if entry.name == "simulated_acceptance_length" and entry.setting["scheduler"] == scheduler
+    ]
+    assert rates and all(value is not None and 1.5 < value < 9 for value in rates)
+
+
+def test_a_calibrated_run_schedules_by_its_temperatures(tmp_path: Path) -> None:
+    """Flattened to one half each, no prefix of two is likely enough for the threshold."""
+    recorded(tmp_path)
+    (tmp_path / "calibration.json").write_text(json.dumps({"temperatures": [1e6] * 4}))
+    overrides = (
+        *SHORT,
+        "traces.num_parameters=1000",
+        "target=smollm2_135m",
+        "scheduler=threshold",
+        "scheduler.survival=0.4",
+    )
+    _, metrics = simulate(parts(tmp_path, *overrides, name="threshold"))
+    lengths = [
+        entry.value
+        for entry in metrics
+        if entry.name == "simulated_acceptance_length" and entry.setting["scheduler"] == "threshold"
+    ]
+    assert lengths and all(value is not None and value <= 2 for value in lengths)
 
 
 def test_equal_seeds_give_equal_files(tmp_path: Path) -> None:
