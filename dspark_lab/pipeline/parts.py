@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import cached_property, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import torch
@@ -41,6 +41,7 @@ from dspark_lab.report.results import RunInfo
 from dspark_lab.run import Run
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
 from dspark_lab.target.chat import tokenize_maskable
+from dspark_lab.target.huggingface import HuggingFaceTarget
 from dspark_lab.target.protocol import Target
 from dspark_lab.target.vllm import VllmTarget
 from dspark_lab.training.place import Place
@@ -102,6 +103,11 @@ class Parts:
         if self.info.choices["engine"] == "huggingface":
             return build(self.config, "engine")
         return build(self.config, "engine", cluster=self.cluster, namespace=f"run-{self.owner}")
+
+    @property
+    def in_process(self) -> HuggingFaceTarget:
+        """The target with its weights in this process, whoever answers and captures."""
+        return self.target.in_process if isinstance(self.target, VllmTarget) else cast(HuggingFaceTarget, self.target)
 
     @property
     def owner(self) -> str:

@@ -21,7 +21,7 @@ from dspark_lab.training.checkpoints import NEWEST_FIRST
 def profile(parts: Parts) -> Outcome:
     """Time, fit, and store as ``profile.json``, which ``hardware=measured`` reads."""
     grid: Grid = build(parts.config, "profile")
-    target, seed = parts.target, int(parts.config.seed)
+    target, seed = parts.in_process, int(parts.config.seed)
     refuse_recurrent(target.config)
     steps = tuple(track(measure_steps(target, grid, seed=seed), "profile", total=len(grid)))
     drafts, setting = measured_draft(parts, grid)
@@ -61,5 +61,5 @@ def measured_draft(parts: Parts, grid: Grid) -> tuple[tuple[TimedDraft, ...], di
         return (), {}
     drafter, checkpoint = trained(parts)
     width = parts.evaluation.num_draft_tokens or drafter.num_draft_tokens
-    draft = measure_draft(parts.target, drafter, grid, num_draft_tokens=width, seed=int(parts.config.seed))
+    draft = measure_draft(parts.in_process, drafter, grid, num_draft_tokens=width, seed=int(parts.config.seed))
     return (draft,), {"drafter": parts.info.choices["drafter"], "num_draft_tokens": width, "checkpoint": checkpoint}

@@ -131,7 +131,7 @@ def main() -> None:
                 start, decoded = time.process_time(), []
                 for group in groups:
                     decoded += decode_batch(
-                        parts.target.batch_verifier(),
+                        parts.in_process.batch_verifier(),
                         proposer,
                         group,
                         scheduler=scheduler(),
