@@ -9,6 +9,7 @@ CHAT = Conversation("c", (*ASKED.messages, {"role": "assistant", "content": "yes
 
 def corpus(**settings) -> Corpus:
     defaults = {
+        "source": "stored",
         "train": [ASKED],
         "validation": [ASKED],
         "regenerate": True,
