@@ -46,7 +46,8 @@ class CaptureClient(SampleSource):
         generation: That of the run's other clients; None starts a new one.
         endpoints: Who is asked.
         concurrency: Requests under way; so many payloads wait in Mooncake at most.
-        timeout_s: For one request, and for its payload after that.
+        timeout_s: For one request.
+        payload_timeout_s: For its payload, once it was answered.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class CaptureClient(SampleSource):
         manifest: Manifest,
         concurrency: int,
         timeout_s: float,
+        payload_timeout_s: float,
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", namespace):
             raise ValueError(
@@ -72,7 +74,7 @@ class CaptureClient(SampleSource):
         self.admin_url = admin_url
         self.manifest = manifest
         self.concurrency = concurrency
-        self.timeout_s = timeout_s
+        self.timeout_s, self.payload_timeout_s = timeout_s, payload_timeout_s
         self._client = uuid.uuid4().hex[:8]
         self._numbers = count()
         self._wanted: set[int] = set()  # requests whose payload is still to be read and removed
@@ -130,13 +132,13 @@ class CaptureClient(SampleSource):
         return reply
 
     def take(self, conversation: TokenizedConversation, described: Described) -> TargetSample:
-        """Wait for the payload, at most ``timeout_s``, and take it out of Mooncake."""
-        deadline, pause = time.monotonic() + self.timeout_s, 0.001
+        """Wait for the payload, at most ``payload_timeout_s``, and take it out of Mooncake."""
+        deadline, pause = time.monotonic() + self.payload_timeout_s, 0.001
         try:
             while not self.ready(described):
                 if time.monotonic() > deadline:
                     raise CaptureError(
-                        f"{described['handle']}: no payload after {self.timeout_s:g} s. The engine's log tells why.",
+                        f"{described['handle']}: no payload after {self.payload_timeout_s:g} s. The engine's log tells why.",
                         reason="no_payload",
                     )
                 time.sleep(pause)

@@ -33,7 +33,7 @@ class SampleSource(Protocol):
 
     manifest: Manifest
     concurrency: int  # requests at a time
-    timeout_s: float  # for a payload, once its request was answered
+    payload_timeout_s: float  # for a payload, once its request was answered
 
     def submit(self, conversation: TokenizedConversation) -> Described:
         """Ask for the states; returns when the engine has answered. Raises CaptureError, EngineUnreachableError."""

@@ -240,14 +240,14 @@ class LiveBatches:
         if not answer.done():
             return False
         ticket.described = answer.result()
-        ticket.deadline = time.monotonic() + self._source.timeout_s
+        ticket.deadline = time.monotonic() + self._source.payload_timeout_s
         self._gone_since = None
         return True
 
     def _receive(self, ticket: _Ticket, described: Described) -> bool:
         if not self._source.ready(described):
             if time.monotonic() > ticket.deadline:
-                text = f"{described['handle']}: no payload after {self._source.timeout_s:g} s"
+                text = f"{described['handle']}: no payload after {self._source.payload_timeout_s:g} s"
                 raise CaptureError(text, reason="no_payload")
             return False
         ticket.sample = self._source.get(ticket.conversation, described)

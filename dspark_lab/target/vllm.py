@@ -50,7 +50,8 @@ class VllmTarget:
         namespace: Who owns the payloads in Mooncake: unique to the run.
         dtype: Of the states, as the servers compute them.
         concurrency: Requests under way.
-        timeout_s: For one try of a request, and for its payload after that.
+        timeout_s: For one try of a request.
+        payload_timeout_s: For the payload of one that was answered. A server that dies between the two never delivers it.
         patience_s: How long a request waits for any server to be usable.
         seed: Of sampled answers, each of which depends on it and on the prompt's id.
     """
@@ -67,6 +68,7 @@ class VllmTarget:
         dtype: Literal["bfloat16", "float32"],
         concurrency: PositiveInt,
         timeout_s: float,
+        payload_timeout_s: float,
         patience_s: float,
         seed: int,
         probe: ProbeRecipe,
@@ -77,6 +79,7 @@ class VllmTarget:
         self.endpoints, self.endpoints_file = endpoints, endpoints_file
         self.engine_dtype = dtype
         self.concurrency, self.timeout_s, self.patience_s = concurrency, timeout_s, patience_s
+        self.payload_timeout_s = payload_timeout_s
         self.seed = seed
         self.probe = probe
         self._events: Counter[str] = Counter()
@@ -187,6 +190,7 @@ class VllmTarget:
             "manifest": Manifest.for_target(self.spec, engine="vllm", dtype=self.engine_dtype),
             "concurrency": self.concurrency,
             "timeout_s": self.timeout_s,
+            "payload_timeout_s": self.payload_timeout_s,
         }
         probe = Probe(self.in_process, choose_prompts(conversations, self.probe), self.probe)
 

@@ -76,6 +76,7 @@ def train_live(
         manifest=MANIFEST,
         concurrency=3,
         timeout_s=2.0,
+        payload_timeout_s=2.0,
     )
     orphans = client.remove_orphans() if generation is None else 0
     by_key = {conversation.key: conversation for conversation in TRAIN}

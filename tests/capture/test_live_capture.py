@@ -83,7 +83,9 @@ class Engine:
             "admin_url": self.master.admin_url, "namespace": "run", "generation": None,
             "endpoints": Endpoint(self.server.url, MODEL), "manifest": MANIFEST,
         }  # fmt: skip
-        return CaptureClient(self.client, **{**chosen, "concurrency": 4, "timeout_s": 60.0, **settings})
+        return CaptureClient(
+            self.client, **{**chosen, "concurrency": 4, "timeout_s": 60.0, "payload_timeout_s": 60.0, **settings}
+        )
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +223,7 @@ def test_what_was_not_asked_for_is_refused(engine: Engine, settings: dict[str, A
 
 def test_a_damaged_payload_is_refused(engine: Engine) -> None:
     """The engine's payload under another description: other ids, fewer bytes, another form, nothing, a failed producer."""
-    client = engine.capturing(timeout_s=1.0)
+    client = engine.capturing(payload_timeout_s=1.0)
     asked, other = conversations(8)[6:]
 
     def described() -> dict[str, Any]:
@@ -281,7 +283,12 @@ class Lab:
     @property
     def live(self) -> Sequence[str]:
         return (
-            *("engine=vllm", f"engine.endpoints=[{self.engine.server.url}]", "engine.concurrency=8"),
+            *(
+                "engine=vllm",
+                f"engine.endpoints=[{self.engine.server.url}]",
+                "engine.concurrency=8",
+                "engine.payload_timeout_s=10",
+            ),
             *("data.source=live", "data.num_workers=0", "store=mooncake"),
             f"cluster.mooncake.master_address={self.engine.master.address}",
             f"cluster.mooncake.admin_url={self.engine.master.admin_url}",

@@ -79,7 +79,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Cap
         stock = Stock(connection)
         client = CaptureClient(
             MooncakeClient(**connection.of_client), admin_url=master.admin_url, namespace="run", generation=None,
-            endpoints=stock, manifest=MANIFEST, concurrency=2, timeout_s=20.0,
+            endpoints=stock, manifest=MANIFEST, concurrency=2, timeout_s=20.0, payload_timeout_s=20.0,
         )  # fmt: skip
         yield stock, client, master.admin_url
 

@@ -147,7 +147,7 @@ def test_a_window_smaller_than_one_step_is_refused_with_the_numbers(
 def test_a_failing_sample_is_asked_for_again(
     module: Modules, samples: list[TokenizedConversation], fault: str, reason: str
 ) -> None:
-    engine = ToyEngine(timeout_s=0.1)
+    engine = ToyEngine(payload_timeout_s=0.1)
     engine.faults[samples[3].key] = [fault, fault]
     # A window of one step: the sample of the next epoch is not asked for meanwhile.
     loader = module(engine, num_retries=2, window=needed(samples) * 2).train_dataloader()

@@ -44,9 +44,9 @@ class ToyEngine(SampleSource):
         slow_s: float = 0.002,
         manifest: Manifest = MANIFEST,
         states: Callable[[TokenizedConversation], TargetSample] = sample_of,
-        timeout_s: float = 5.0,
+        payload_timeout_s: float = 5.0,
     ) -> None:
-        self.concurrency, self.timeout_s = 4, timeout_s
+        self.concurrency, self.payload_timeout_s = 4, payload_timeout_s
         self.manifest, self.slow_s, self.states = manifest, slow_s, states
         self.faults: dict[str, list[str]] = defaultdict(list)
         self.always: dict[str, str] = {}

@@ -49,6 +49,7 @@ def target_of(in_process: HuggingFaceTarget, *servers: SmallServer, **settings: 
         "dtype": "bfloat16",
         "concurrency": 3,
         "timeout_s": 5.0,
+        "payload_timeout_s": 5.0,
         "patience_s": 5.0,
         "seed": 1,
         "probe": ProbeRecipe(num_prompts=2, max_tokens=50, forward=False, tolerance=0.1),
