@@ -39,8 +39,10 @@ def sample_of(hidden: int, layers: int, tokens: int) -> TargetSample:
 
 
 def manifest_of(hidden: int, layers: int) -> Manifest:
-    names = {"revision": "0", "fingerprint": "f", "template_hash": "t"}
-    return Manifest("bench", **names, layer_ids=tuple(range(layers)), hidden_size=hidden, engine="bench")
+    return Manifest(
+        "bench", revision="0", fingerprint="f", template_hash="t", layer_ids=tuple(range(layers)), hidden_size=hidden,
+        engine="bench",
+    )  # fmt: skip
 
 
 def store_settings(master: MooncakeMaster, manifest: Manifest, **further: Any) -> dict[str, Any]:
