@@ -1,6 +1,7 @@
 """Samples in the memory of other processes, moved by Mooncake over TCP or RDMA. Layout: docs/capture_and_stores.md."""
 
 import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -24,6 +25,7 @@ from dspark_lab.store.sample import require_finite, require_fit
 from dspark_lab.validation import checked
 
 SAMPLE_OVERHEAD_BYTES = 512  # head and padding
+SECOND_LOOK_S = 0.2
 
 
 class MooncakeStore(HiddenStateStore):
@@ -95,6 +97,15 @@ class MooncakeStore(HiddenStateStore):
             raise NoRoomError(f"{error} {self._told(num_bytes, found)}") from error
 
     def get(self, key: str) -> TargetSample:
+        try:
+            return self._get(key)
+        except CorruptSampleError:
+            # Of two writers of one key the faster may publish it while a part of the other is still under way: Mooncake
+            # tells it that the part is there already.
+            time.sleep(SECOND_LOOK_S)
+            return self._get(key)
+
+    def _get(self, key: str) -> TargetSample:
         buffer, header = self._read_head(key)
         payload = buffer[head_bytes(header.num_parts) :]
         if header.num_parts > 1:
