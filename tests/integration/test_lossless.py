@@ -88,8 +88,22 @@ def test_greedy_text_is_the_targets_own(target: HuggingFaceTarget) -> None:
             torch.cat([prompt.token_ids, torch.tensor(plain.token_ids)]), vocab_size=target.spec.vocab_size
         )
         ours = speculative_decode(target.verifier(), proposer, prompt.token_ids, num_draft_tokens=5, **how)
-        assert ours.token_ids == plain.token_ids
+        assert_same_but_for_ties(target, prompt.token_ids, ours.token_ids, plain.token_ids)
         assert any(step.num_accepted for step in ours.steps)
+
+
+def assert_same_but_for_ties(
+    target: HuggingFaceTarget, prompt: Tensor, ours: tuple[int, ...], plain: tuple[int, ...]
+) -> None:
+    """Where two logits differ by rounding alone, a forward of six tokens and one of a single token may choose apart."""
+    first = next((place for place, pair in enumerate(zip(ours, plain, strict=False)) if pair[0] != pair[1]), None)
+    if first is None:
+        assert ours == plain
+        return
+    known = torch.cat([prompt, torch.tensor(plain[:first], dtype=torch.int64)])
+    logits = target.verifier().forward(known).logits[-1]
+    gap = float((logits[ours[first]] - logits[plain[first]]).abs())
+    assert gap < 1e-3, f"token {first}: {ours[first]} instead of {plain[first]}, whose logits differ by {gap}"
 
 
 def drafter(name: str, target: HuggingFaceTarget) -> Drafter:
