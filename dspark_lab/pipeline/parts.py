@@ -324,7 +324,7 @@ class Parts:
             self.config, "drafter", without=("from_pretrained",), borrowed=borrowed, recipe=recipe
         ).float()
         if self.config.drafter.get("from_pretrained") == FROM_TARGET:
-            start_from_target(drafter, self.target.layers())
+            start_from_target(drafter, self.in_process.layers())
         if imported is not None:
             load_weights(drafter, imported)
             console.print(f"drafter: weights of {imported.source} ({imported.format} format)")

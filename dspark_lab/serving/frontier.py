@@ -1,6 +1,6 @@
 """Frontiers: how much throughput is left at each interactivity, and what one way of serving gains over another."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,14 @@ class Point:
     throughput: float
     load: float = 0.0
     num_gpus: int = 1
+
+    @classmethod
+    def of(cls, metrics: Mapping[str, float | None], *, load: float, num_gpus: int) -> "Point | None":
+        """From ``serving_metrics``' values; None where one of the two is not known."""
+        user, output = (metrics[name] for name in ("tokens_per_s_per_user", "output_tokens_per_s_per_gpu"))
+        if user is None or output is None:
+            return None
+        return cls(interactivity=user, throughput=output, load=load, num_gpus=num_gpus)
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:

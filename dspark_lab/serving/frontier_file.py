@@ -25,10 +25,7 @@ class PointRecord:
 
     @property
     def point(self) -> Point | None:
-        user, output = (self.metrics[name] for name in ("tokens_per_s_per_user", "output_tokens_per_s_per_gpu"))
-        if user is None or output is None:
-            return None
-        return Point(interactivity=user, throughput=output, load=self.load, num_gpus=self.num_gpus)
+        return Point.of(self.metrics, load=self.load, num_gpus=self.num_gpus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,8 @@ class Simulated:
 
     @property
     def point(self) -> Point | None:
-        user, output = (self.metrics[name].value for name in ("tokens_per_s_per_user", "output_tokens_per_s_per_gpu"))
-        if user is None or output is None:
-            return None
-        return Point(interactivity=user, throughput=output, load=self.load, num_gpus=self.num_gpus)
+        values = {name: estimate.value for name, estimate in self.metrics.items()}
+        return Point.of(values, load=self.load, num_gpus=self.num_gpus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from dspark_lab.target.generation import generate_answers
 from dspark_lab.target.precision import Dtype, resolve_device, resolve_dtype
 from dspark_lab.target.protocol import TargetHead
 from dspark_lab.target.resolve import Resolved, Source, resolve
-from dspark_lab.target.specification import build_spec
+from dspark_lab.target.specification import build_spec, refuse_too_long
 from dspark_lab.target.verifier import HuggingFaceVerifier, refuse_recurrent
 from dspark_lab.validation import checked
 
@@ -185,7 +185,7 @@ class HuggingFaceTarget:
             for prompt in prompts
         ]
         for prompt, ids in with_ids:
-            self._refuse_too_long(prompt.id, len(ids) + sampling.max_new_tokens)
+            refuse_too_long(self.spec, prompt.id, len(ids) + sampling.max_new_tokens)
         return generate_answers(
             self.model,
             with_ids,
@@ -203,7 +203,7 @@ class HuggingFaceTarget:
             ValueError: states that are not finite, or a conversation longer than the target's positions.
         """
         for conversation in conversations:
-            self._refuse_too_long(conversation.id, len(conversation))
+            refuse_too_long(self.spec, conversation.id, len(conversation))
         anatomy = dissect(self.model)
         for batch in batches_by_length(conversations, batch_tokens=self.batch_tokens):
             # No attention mask: padding lies to the right, where causal layers do not look.
@@ -223,14 +223,6 @@ class HuggingFaceTarget:
     def take_events(self) -> Mapping[str, int]:
         """Nothing befalls a target in this process that is worth counting."""
         return {}
-
-    def _refuse_too_long(self, conversation_id: str, num_tokens: int) -> None:
-        limit = self.spec.max_position_embeddings
-        if num_tokens > limit:
-            raise ValueError(
-                f"conversation {conversation_id!r} needs {num_tokens} tokens; "
-                f"the target {self.name} has {limit} positions"
-            )
 
 
 def batches_by_length(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dspark_lab.records import Conversation, Sampling, TargetSample, TargetSpec, TokenizedConversation
 from dspark_lab.target.resolve import Resolved
@@ -93,10 +93,6 @@ class Target(Protocol):
         ...
 
     def head(self) -> TargetHead: ...
-
-    def layers(self) -> Sequence[nn.Module]:
-        """Its decoder layers in order, which load its weights."""
-        ...
 
     def verifier(self) -> Verifier: ...
 

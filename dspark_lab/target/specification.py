@@ -113,6 +113,15 @@ def resolve_mask_token_id(
     return mask_token_id
 
 
+def refuse_too_long(spec: TargetSpec, conversation_id: str, num_tokens: int) -> None:
+    """Raises ValueError for more tokens than the target has positions."""
+    limit = spec.max_position_embeddings
+    if num_tokens > limit:
+        raise ValueError(
+            f"conversation {conversation_id!r} needs {num_tokens} tokens; the target {spec.name} has {limit} positions"
+        )
+
+
 def _eos_token_ids(
     config: Any, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None
 ) -> tuple[int, ...]:

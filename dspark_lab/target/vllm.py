@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import PositiveInt
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from dspark_lab.capture.client import CaptureClient
@@ -33,6 +32,7 @@ from dspark_lab.target.chat import tokenize_prompt
 from dspark_lab.target.huggingface import HuggingFaceTarget
 from dspark_lab.target.protocol import TargetHead
 from dspark_lab.target.resolve import Resolved
+from dspark_lab.target.specification import refuse_too_long
 from dspark_lab.target.verifier import HuggingFaceVerifier
 from dspark_lab.validation import checked
 
@@ -106,9 +106,6 @@ class VllmTarget:
         events, self._events = self._events, Counter()
         return events
 
-    def layers(self) -> Sequence[nn.Module]:
-        return self.in_process.layers()
-
     def head(self) -> TargetHead:
         return self.in_process.head()
 
@@ -127,7 +124,7 @@ class VllmTarget:
             (prompt, tokenize_prompt(prompt.messages, self.tokenizer, enable_thinking=thinking)) for prompt in prompts
         ]
         for prompt, ids in with_ids:
-            self._refuse_too_long(prompt.id, len(ids) + sampling.max_new_tokens)
+            refuse_too_long(self.spec, prompt.id, len(ids) + sampling.max_new_tokens)
 
         def answer(pool: EndpointPool, prompt: Conversation, ids: list[int]) -> Conversation:
             body = completion_request(
@@ -164,7 +161,7 @@ class VllmTarget:
             CaptureError: a server did not deliver what it was asked for.
         """
         for conversation in conversations:
-            self._refuse_too_long(conversation.id, len(conversation) + 1)  # it answers with one token
+            refuse_too_long(self.spec, conversation.id, len(conversation) + 1)  # it answers with one token
         with self.capturing(conversations) as client:
             yield from client.capture(conversations)
 
@@ -195,9 +192,9 @@ class VllmTarget:
         probe = Probe(self.in_process, choose_prompts(conversations, self.probe), self.probe)
 
         def admit(endpoint: Endpoint) -> None:
-            timeout_s = min(self.timeout_s, PROBE_TIMEOUT_S)
             with closing(MooncakeClient(**connection.of_client)) as mooncake:
-                probe.examine(CaptureClient(mooncake, endpoints=endpoint, **{**settings, "timeout_s": timeout_s}))
+                brief = {**settings, "timeout_s": self._probe_timeout_s}
+                probe.examine(CaptureClient(mooncake, endpoints=endpoint, **brief))
 
         with closing(MooncakeClient(**connection.of_client)) as mooncake:
             layer_ids = (*self.spec.layer_ids, self.spec.num_layers)
@@ -224,6 +221,10 @@ class VllmTarget:
             finally:
                 self._events.update(pool.events)
 
+    @property
+    def _probe_timeout_s(self) -> float:
+        return min(self.timeout_s, PROBE_TIMEOUT_S)
+
     def _refuse_capturing(self, endpoint: Endpoint) -> None:
         """Raises NotAdmittedError for a server that is made to capture.
 
@@ -232,19 +233,10 @@ class VllmTarget:
         """
         body = {"prompt": [0], "max_tokens": 1, "temperature": 0}
         owner = f"{self.namespace}--admission--{uuid.uuid4().hex}"  # so that its payload is removed as an orphan
-        timeout_s = min(self.timeout_s, PROBE_TIMEOUT_S)
-        reply = endpoint.post("/v1/completions", body, timeout_s=timeout_s, headers={"X-Request-Id": owner})
+        reply = endpoint.post("/v1/completions", body, timeout_s=self._probe_timeout_s, headers={"X-Request-Id": owner})
         if reply.get("kv_transfer_params"):
             raise NotAdmittedError(
                 "it captures hidden states, so it is not used to answer prompts: start one that does not"
-            )
-
-    def _refuse_too_long(self, conversation_id: str, num_tokens: int) -> None:
-        limit = self.spec.max_position_embeddings
-        if num_tokens > limit:
-            raise ValueError(
-                f"conversation {conversation_id!r} needs {num_tokens} tokens; "
-                f"the target {self.spec.name} has {limit} positions"
             )
 
 

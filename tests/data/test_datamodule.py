@@ -1,6 +1,7 @@
 """Rows of epochs, ranks and workers, and a real Lightning run that is interrupted and resumed."""
 
 import random
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import lightning as L
@@ -8,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pydantic import ValidationError
+from toy_engine import MANIFEST
 
 from dspark_lab.data.datamodule import HiddenStateDataModule
 from dspark_lab.data.loader import ResumableLoader
@@ -15,18 +17,7 @@ from dspark_lab.data.packing import SampleOutline
 from dspark_lab.records import Batch, TargetSample, TokenizedConversation
 from dspark_lab.store.disk import DiskStore
 from dspark_lab.store.memory import MemoryStore
-from dspark_lab.store.protocol import Manifest
 
-MANIFEST = Manifest(
-    "toy",
-    revision="0",
-    fingerprint="f",
-    template_hash="t",
-    layer_ids=(1, 2),
-    hidden_size=4,
-    engine="test",
-    dtype="float32",
-)
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # Lightning 2.6 on torch 2.13
     pytest.mark.filterwarnings("ignore:.*Checkpoint directory .* exists and is not empty"),
@@ -245,6 +236,29 @@ def test_a_resumed_run_with_other_rows_is_refused(store, samples, tmp_path):
             )
 
 
+def rows_of_steps(loaders: Sequence[ResumableLoader]) -> list[list[int]]:
+    """Without the copies that give every rank a row in the last step: they are not supervised."""
+    steps = zip(*(list(loader) for loader in loaders), strict=True)
+    return [
+        sorted(row for batch in step for row, mask in zip(batch.row_ids, batch.loss_mask, strict=True) if mask.any())
+        for step in steps
+    ]
+
+
+def assert_ranks_share_and_go_on(loader: Callable[..., ResumableLoader], *, whole: Sequence[ResumableLoader]) -> None:
+    """``loader(world_size, rank)``: two ranks take the steps of ``whole``, four the rest of what one has begun."""
+    expected = rows_of_steps(whole)
+    assert rows_of_steps([loader(2, rank) for rank in range(2)]) == expected
+    begun = loader(1)
+    batches = iter(begun)
+    for _ in range(2):
+        next(batches)
+    others = [loader(4, rank) for rank in range(4)]
+    for other in others:
+        other.load_state_dict(begun.state_dict())
+    assert rows_of_steps(others) == expected[2:]
+
+
 def test_another_number_of_ranks_takes_the_rest_of_the_rows_in_the_same_order(store, samples):
     def loader(world_size: int, rank: int = 0) -> ResumableLoader:
         data = module(store, samples, rows_per_batch=4 // world_size)
@@ -253,26 +267,7 @@ def test_another_number_of_ranks_takes_the_rest_of_the_rows_in_the_same_order(st
         )
         return data.train_dataloader()
 
-    def rows_of_steps(loaders: list[ResumableLoader]) -> list[list[int]]:
-        """Without the copies that give every rank a row in the last step: they are not supervised."""
-        steps = zip(*(list(loader) for loader in loaders), strict=True)
-        return [
-            sorted(
-                row for batch in step for row, mask in zip(batch.row_ids, batch.loss_mask, strict=True) if mask.any()
-            )
-            for step in steps
-        ]
-
-    whole = rows_of_steps([loader(1)])
-    assert rows_of_steps([loader(2, rank) for rank in range(2)]) == whole
-    begun = loader(1)
-    batches = iter(begun)
-    for _ in range(2):
-        next(batches)
-    others = [loader(4, rank) for rank in range(4)]
-    for other in others:
-        other.load_state_dict(begun.state_dict())
-    assert rows_of_steps(others) == whole[2:]
+    assert_ranks_share_and_go_on(loader, whole=[loader(1)])
 
 
 def test_other_rows_per_batch_are_refused_with_the_mend(store, samples):

@@ -10,7 +10,16 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from test_datamodule import Recorder, conversations, every_step, fill, identity, outlines, trainer
+from test_datamodule import (
+    Recorder,
+    assert_ranks_share_and_go_on,
+    conversations,
+    every_step,
+    fill,
+    identity,
+    outlines,
+    trainer,
+)
 from toy_engine import MANIFEST, ToyEngine, live
 
 import dspark_lab.data.live_batches as live_module
@@ -258,23 +267,7 @@ def test_another_number_of_ranks_takes_the_rest_of_the_rows_in_the_same_order(mo
         )
         return data.train_dataloader()
 
-    def rows_of_steps(loaders: list[ResumableLoader]) -> list[list[int]]:
-        steps = zip(*(list(loader) for loader in loaders), strict=True)
-        return [
-            sorted(row for b in step for row, mask in zip(b.row_ids, b.loss_mask, strict=True) if mask.any())
-            for step in steps
-        ]
-
-    whole = rows_of_steps([loader(1, stored=True)])
-    assert rows_of_steps([loader(2, rank) for rank in range(2)]) == whole
-    begun = loader(1)
-    batches = iter(begun)
-    for _ in range(2):
-        next(batches)
-    others = [loader(4, rank) for rank in range(4)]
-    for other in others:
-        other.load_state_dict(begun.state_dict())
-    assert rows_of_steps(others) == whole[2:]
+    assert_ranks_share_and_go_on(loader, whole=[loader(1, stored=True)])
 
 
 def test_what_passes_by_is_kept_and_asked_for_once(
