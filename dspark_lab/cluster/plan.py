@@ -133,6 +133,11 @@ def refusals(job: Job, found: Serving | None, figures: Mapping[str, float | str]
             "GB: lower data.rows_per_batch, drafter.num_anchors, drafter.head_chunk_tokens or data.row_tokens, or use "
             "trainer=fsdp"
         )
+    if found is not None and job.captures and job.gpus_per_set is not None and job.gpus_per_set < found.num_gpus:
+        said.append(
+            f"the target takes {found.num_gpus} GPUs of {hardware.memory_bytes / GB:.0f} GB, a set has {job.gpus_per_set}: "
+            f"raise cluster.nodes_per_set to {found.num_nodes} nodes of {hardware.gpus_per_node}"
+        )
     if found is not None:
         needed = found.context_bytes(num_sequences=assumed.sequences, num_tokens=job.size.row_tokens)
         if needed > found.room.free_bytes:

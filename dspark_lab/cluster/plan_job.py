@@ -49,7 +49,11 @@ class Assumptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is planned. ``target`` None: nothing is known of what it weighs; ``live``: captured while training goes on; ``captures``: by servers."""
+    """What is planned.
+
+    ``target`` None: nothing is known of what it weighs. ``live``: captured while training goes on; ``captures``: by servers.
+    ``gpus_per_set``: that the cluster gives one set of servers, None: as many as the target needs.
+    """
 
     hardware: Accelerator
     target: ServedTarget | None
@@ -61,6 +65,7 @@ class Job:
     num_training_nodes: int
     num_sets: int
     one_machine: bool
+    gpus_per_set: int | None
     num_samples: int
     segment_bytes: float | None  # of all Mooncake segments; None: nothing moves through Mooncake
     window_bytes: int | None

@@ -104,7 +104,8 @@ def chunk_bytes(size: DrafterSize, place: TrainingPlace) -> float:
     density = size.num_slots / size.row_tokens
     distinct = (1 - exp(-density)) / density  # slots share the tokens that teach them
     if place.on_cpu:
-        return logits * FP32 * (1 + max(distinct, 1.0 if size.num_head else 0.0))
+        # A second tensor: the teacher's logits, or before it those without the Markov head's bias.
+        return logits * FP32 * (2 if size.num_head else 1 + distinct)
     product = BF16 if place.bf16 else FP32
     # The vocabulary matrix in bf16 is a copy of the moment.
     matrix = BF16 * size.draft_vocab_size * size.hidden_size if place.bf16 else 0

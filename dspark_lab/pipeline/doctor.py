@@ -16,7 +16,7 @@ from dspark_lab.nothere import Missing
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
-from dspark_lab.pipeline.plan import made_plan
+from dspark_lab.pipeline.plan import made_plan, segment_bytes
 from dspark_lab.progress import console
 
 ARCHITECTURES = {"gb300_nvl72": "aarch64"}  # of the nodes; others are x86_64 or whatever is here
@@ -87,8 +87,8 @@ def patient_of(parts: Parts, *, disk_bytes: float = 0) -> Patient:
         admin_url=mooncake.admin_url,
         protocol=mooncake.protocol,
         rdma_devices=mooncake.rdma_devices,
-        advertised=mooncake.local_hostname,
-        segment_bytes=int(OmegaConf.select(config, "cluster.storage.segment_bytes") or 0),
+        advertised=mooncake.local_hostname or os.environ.get("MOONCAKE_LOCAL_HOSTNAME") or platform.node(),
+        segment_bytes=segment_bytes(config) or 0,
         buffer_bytes=config.plan.buffer_bytes,
         endpoints=[str(url).rstrip("/") for url in OmegaConf.select(config, "engine.endpoints") or []],
         model=config.target.model,

@@ -156,9 +156,10 @@ def job_of(parts: Parts, spec: TargetSpec) -> Job:
         ),
         accumulate=config.trainer.accumulate,
         max_steps=config.trainer.max_steps,
-        num_training_nodes=-(-num_ranks // hardware.gpus_per_node) if choices["cluster"] != "local" else 1,
+        num_training_nodes=1 if choices["cluster"] == "local" else config.trainer.num_nodes,
         num_sets=num_sets,
         one_machine=choices["cluster"] == "local",
+        gpus_per_set=gpus_per_set_of(config) if choices["cluster"] == "slurm" else None,
         num_samples=num_samples_of(config),
         segment_bytes=segment_bytes_of(config, num_sets) if mooncake else None,
         window_bytes=config.live.window_bytes,
@@ -175,6 +176,10 @@ def num_sets_of(config: DictConfig) -> int:
     return int(sets) if sets is not None else len(devices.split(",")) if isinstance(devices, str) else 1
 
 
+def gpus_per_set_of(config: DictConfig) -> int:
+    return config.cluster.nodes_per_set * config.cluster.gpus_per_node
+
+
 def num_samples_of(config: DictConfig) -> int:
     """Training samples, where the source says how many prompts it gives; else those that ``trainer.max_steps`` takes."""
     prompts: Any = OmegaConf.select(config, "data.train.num_prompts")
@@ -186,5 +191,11 @@ def num_samples_of(config: DictConfig) -> int:
 
 def segment_bytes_of(config: DictConfig, num_sets: int) -> float | None:
     """Memory of Mooncake of the whole job; None where others provide it."""
-    given: Any = OmegaConf.select(config, "cluster.storage.segment_bytes")
+    given: Any = segment_bytes(config)
     return None if given is None else float(given) * num_sets
+
+
+def segment_bytes(config: DictConfig) -> int | None:
+    """Of one segment of Mooncake that this job would start; None where others start them."""
+    places = ("cluster.mooncake.segment_bytes", "cluster.storage.segment_bytes")  # slurm, local
+    return next((int(found) for place in places if (found := OmegaConf.select(config, place)) is not None), None)

