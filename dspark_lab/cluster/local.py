@@ -38,7 +38,7 @@ class Cluster(Protocol):
     def close(self) -> None: ...
 
 
-class NoCluster:
+class AttachedCluster:
     """Nothing is started: what is needed runs already."""
 
     @checked

@@ -12,7 +12,7 @@ CONTRADICTIONS: Sequence[Rule] = (
     (
         lambda chosen, config: (
             chosen["engine"] == "vllm"
-            and chosen["cluster"] == "none"
+            and chosen["cluster"] == "attach"
             and not _endpoints(config)
             and bool(
                 {"regenerate", "capture", *(["train"] if config.data.source == "live" else [])} & set(_stages(config))
@@ -28,7 +28,7 @@ CONTRADICTIONS: Sequence[Rule] = (
     (
         lambda chosen, config: chosen["engine"] == "vllm" and chosen["cluster"] == "local" and bool(_endpoints(config)),
         "cluster=local starts a server of its own, but engine.endpoints or engine.endpoints_file names others: leave them "
-        "out, or use cluster=none",
+        "out, or use cluster=attach",
     ),
     (
         lambda chosen, config: (
@@ -40,7 +40,7 @@ CONTRADICTIONS: Sequence[Rule] = (
     (
         lambda chosen, config: chosen["cluster"] == "local" and bool(_addresses(chosen, config)),
         "cluster=local starts Mooncake at addresses that it chooses, but some are given (cluster.mooncake, "
-        "store.master_address, store.admin_url): leave them out, or use cluster=none",
+        "store.master_address, store.admin_url): leave them out, or use cluster=attach",
     ),
     (
         lambda chosen, config: chosen["store"] == "mooncake" and config.data.num_workers > 0,
