@@ -42,6 +42,11 @@ class Role:
         return [*self.command_prefix, self.python, *arguments]
 
 
+def role_of(python: str | None, command_prefix: tuple[str, ...]) -> Role:
+    """None for this Python."""
+    return Role(command_prefix=command_prefix, **({"python": python} if python else {}))
+
+
 class Service:
     """A running child process. ``with`` stops it at the end.
 
