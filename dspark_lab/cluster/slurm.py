@@ -47,7 +47,9 @@ class StepRole:
     def command(self, *arguments: str) -> list[str]:
         return role_of(self.python, self.command_prefix).command(*arguments)
 
-    def on_interface(self, subnet: str | None, *arguments: str, environment: Mapping[str, str] | None = None) -> list[str]:
+    def on_interface(
+        self, subnet: str | None, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> list[str]:
         """A command that uses, and knows, the node's interface in ``subnet``."""
         added = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
         python = role_of(self.python, ()).command(*arguments)
@@ -152,7 +154,12 @@ class SlurmJob:
         ports: Ports,
         roles: Roles,
     ) -> None:
-        self.submit, self.num_sets, self.nodes_per_set, self.gpus_per_node = submit, num_sets, nodes_per_set, gpus_per_node
+        self.submit, self.num_sets, self.nodes_per_set, self.gpus_per_node = (
+            submit,
+            num_sets,
+            nodes_per_set,
+            gpus_per_node,
+        )
         self.partition, self.account, self.time_limit = partition, account, time_limit
         self.save_before_s, self.sbatch_options, self.subnet = save_before_s, sbatch_options, subnet
         self.environment = environment
@@ -174,7 +181,10 @@ class SlurmJob:
             directives=list(self._directives(work)),
             num_nodes=self.num_nodes(work),
             num_engine_nodes=self.num_engine_nodes(work),
-            sets=[range(first, first + self.nodes_per_set) for first in range(0, self.num_engine_nodes(work), self.nodes_per_set)],
+            sets=[
+                range(first, first + self.nodes_per_set)
+                for first in range(0, self.num_engine_nodes(work), self.nodes_per_set)
+            ],
             requeue=REQUEUE,
             **self._commands(work),
         )
@@ -266,9 +276,7 @@ def variable(name: str) -> str:
 
 def in_bash(arguments: Sequence[str]) -> str:
     """The arguments quoted for bash, with ``variable``s left to it."""
-    return " ".join(
-        re.sub(r"@\{(\w+)\}@", r"""'"$\1"'""", shlex.quote(argument)) for argument in arguments
-    )
+    return " ".join(re.sub(r"@\{(\w+)\}@", r"""'"$\1"'""", shlex.quote(argument)) for argument in arguments)
 
 
 def submit(script: Path) -> str:

@@ -231,7 +231,10 @@ class Parts:
             case "memory":
                 return build(self.config, "store", manifest=self.manifest)
             case "mooncake" if self.config.store.keep is None:
-                place: dict[str, Any] = {"namespace": f"{self.run.name}-{self.owner}", "founds": self.place.num_ranks == 1}
+                place: dict[str, Any] = {
+                    "namespace": f"{self.run.name}-{self.owner}",
+                    "founds": self.place.num_ranks == 1,
+                }
                 if self.info.choices["cluster"] == "local" and self.place.group_folder is None:
                     started = self.cluster.mooncake()
                     place |= {"master_address": started.master_address, "admin_url": started.admin_url}

@@ -58,7 +58,9 @@ def hand_over(script: Path, *, submits: bool, environment: Mapping[str, str] = o
         return
     command = shlex.join(["python", "-m", "dspark_lab", *HydraConfig.get().overrides.task, "cluster.submit=true"])
     console.print(
-        f"slurm: the job is in {script}; nothing is submitted yet. This does it:\n{command}", soft_wrap=True, markup=False
+        f"slurm: the job is in {script}; nothing is submitted yet. This does it:\n{command}",
+        soft_wrap=True,
+        markup=False,
     )
 
 
@@ -95,7 +97,7 @@ def work_of(parts: Parts, stages: Sequence[str]) -> Work:
 def engine_of(parts: Parts, stages: Sequence[str]) -> Engine | None:
     """The servers that the stages need; None when they need none."""
     config = parts.config
-    answers = "regenerate" in stages and parts.corpus.regenerate
+    answers = "regenerate" in stages  # those to the benchmark at least
     captures = "capture" in stages or (parts.corpus.source == "live" and "train" in stages)
     if parts.info.choices["engine"] != "vllm" or not (answers or captures):
         return None
@@ -104,7 +106,11 @@ def engine_of(parts: Parts, stages: Sequence[str]) -> Engine | None:
         raise ValueError("target.layer_ids and target.num_layers must be numbers: the engines are started with them")
     return Engine(
         model=loadable(
-            target.model, home=parts.home, source=target.source, package=target.package, package_sha256=target.package_sha256
+            target.model,
+            home=parts.home,
+            source=target.source,
+            package=target.package,
+            package_sha256=target.package_sha256,
         ),
         revision=target.revision,
         layer_ids=(*target.layer_ids, target.num_layers),
@@ -118,5 +124,7 @@ def without_cluster(overrides: Sequence[str]) -> list[str]:
     """What says where the run is carried out is left out: its processes are there already."""
     keys = [override.lstrip("+~").partition("=")[0] for override in overrides]
     return [
-        override for override, key in zip(overrides, keys, strict=True) if key != "cluster" and not key.startswith("cluster.")
+        override
+        for override, key in zip(overrides, keys, strict=True)
+        if key != "cluster" and not key.startswith("cluster.")
     ]

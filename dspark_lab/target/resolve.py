@@ -78,9 +78,7 @@ def resolve(
         ) from error
 
 
-def loadable(
-    model: str, *, home: Path, source: Source, package: str | None, package_sha256: str | None
-) -> str:
+def loadable(model: str, *, home: Path, source: Source, package: str | None, package_sha256: str | None) -> str:
     """What an engine on another machine loads: a folder, or a hub id, which is not fetched here. As ``resolve``."""
     for folder in (Path(model).expanduser(), ASSETS / model):
         if folder.is_dir():

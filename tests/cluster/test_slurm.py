@@ -58,20 +58,26 @@ def test_a_set_of_three_nodes(tmp_path: Path) -> None:
               "--signal=B:USR1@300", "--requeue", "--open-mode=append"]  # fmt: skip
     assert set(wanted) <= set(directives)
     assert "export NCCL_MNNVL_ENABLE=1" in script
-    head, headless = re.findall(r'^  step (vllm_.*\n.*)', script, re.MULTILINE)
+    head, headless = re.findall(r"^  step (vllm_.*\n.*)", script, re.MULTILINE)
     assert head.startswith('vllm_0 "${nodes[0]}"') and "--host {address} --port 8000" in head
     assert headless.startswith('vllm_0_rank_1 "${nodes[1]}"') and "--headless" in headless
     for rank, line in enumerate((head, headless)):
         assert f'--nnodes 2 --node-rank {rank} --master-addr "${{address[${{nodes[0]}}]}}"' in line
     (engine,) = re.findall(r"^vllm=\((.*)\)", script, re.MULTILINE)
     assert engine.startswith("--container-image=vllm.sqsh ") and "dspark_lab.cluster.interface 10.1.0.0/16" in engine
-    assert "serve moonshotai/Kimi-K3" in engine and "--tensor-parallel-size 8" in engine and "--enforce-eager" not in engine
+    assert (
+        "serve moonshotai/Kimi-K3" in engine
+        and "--tensor-parallel-size 8" in engine
+        and "--enforce-eager" not in engine
+    )
     assert 'trainers=("${nodes[@]:2}")' in script and "WORLD_SIZE=4" in script
     assert 'step mooncake_master "${nodes[0]}"' in script and 'step segment_0 "${nodes[0]}"' in script
     (lab,) = re.findall(r"^lab=\((.*)\)", script, re.MULTILINE)
     told = shlex.split(lab)
     assert told[1:3] == ["numactl", "--localalloc"] and told.index("cluster=attach") > told.index("data.name='a b'")
-    assert """'{"mooncake": {"master_server_address": "'"$master"'",""" in script.replace('"kv_connector_extra_config": ', "'")
+    assert """'{"mooncake": {"master_server_address": "'"$master"'",""" in script.replace(
+        '"kv_connector_extra_config": ', "'"
+    )
     assert "engine.endpoints=[$endpoints]" in told and "cluster.mooncake.local_hostname={address}" in told
     order = ["engines --", "stages=regenerate", "touch", "eagle_aux_hidden_state_layer_ids", "'stages=[capture]'",
              "stages=train", "stages=[evaluate,export]"]  # fmt: skip
@@ -85,7 +91,7 @@ def test_two_sets_feed_one_group_of_ranks(tmp_path: Path) -> None:
     started = re.findall(r'^  step (vllm_\w+) "\$\{nodes\[(\d)\]\}"', script, re.MULTILINE)
     assert started == [("vllm_0", "0"), ("vllm_0_rank_1", "1"), ("vllm_1", "2"), ("vllm_1_rank_1", "3")]
     assert "endpoints=http://${address[${nodes[0]}]}:8000,http://${address[${nodes[2]}]}:8000\n" in script
-    assert f"--memory \"$admin\" {2 * 2**35}" in script
+    assert f'--memory "$admin" {2 * 2**35}' in script
 
 
 def test_stored_states_need_nodes_for_training_alone(tmp_path: Path) -> None:

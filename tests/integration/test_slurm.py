@@ -19,6 +19,8 @@ from virtual_slurm import SUBNET, VirtualSlurm, missing_programs
 from dspark_lab.__main__ import config_folder
 from dspark_lab.cluster.slurm import Work
 from dspark_lab.pipeline.build import build
+from dspark_lab.report.metrics_log import curve, read_metrics
+from dspark_lab.report.results import read_results
 
 ABSENT = missing_programs()
 pytestmark = [
@@ -35,6 +37,11 @@ needs_services = [
         not all(map(find_spec, ("mooncake", "vllm"))), reason="mooncake or vllm is not installed: make test-services"
     ),
 ]
+
+SMALL = (
+    "data.train.num_prompts=24", "data.validation.num_prompts=4", "data.max_new_tokens=40", "data.num_workers=0",
+    "benchmark.prompts.num_prompts=4", "trainer.max_steps=6", "trainer.val_every_steps=6", "trainer.log_every_steps=1",
+)  # fmt: skip
 
 # As `python -m dspark_lab`: a training that is never done in its first start, saves on SIGUSR1, and is done in the second.
 # Everything else it is asked for is done by the real Python.
@@ -117,7 +124,9 @@ def submit(slurm: VirtualSlurm, script: Path) -> Job:
 def test_a_time_limit_leads_to_a_checkpoint_and_to_a_second_start(slurm: VirtualSlurm, tmp_path: Path) -> None:
     """Slurm sends the signal up to a minute before it is due."""
     job = submit(slurm, write(tmp_path, "cluster.time_limit='00:01:00'", "cluster.save_before_s=50"))
-    shown = job.end(within_s=180)
+    job.wait(lambda: job.shown["Restarts"] == "1" and job.shown["JobState"] == "PENDING", within_s=90)
+    slurm.call("scontrol", "update", f"JobId={job.id}", "StartTime=now")  # Slurm would wait for two minutes
+    shown = job.end(within_s=90)
     assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), job.log()
     assert "training is saved; the job is queued again" in job.log() and job.log().endswith(f"done: {tmp_path}\n")
     for rank, said in enumerate(map(job.log, ("rank_0", "rank_1"))):
@@ -132,7 +141,9 @@ def test_a_rank_that_fails_ends_the_job_with_its_name_words_and_code(slurm: Virt
     command = ["salloc", "--quiet", "--nodes=2", "bash", str(script)]
     done = subprocess.run(command, env={**os.environ, **slurm.environment}, capture_output=True, text=True, timeout=90)
     assert done.returncode == 7, done.stdout + done.stderr
-    assert re.search(r"error: rank_1 ended with exit code 7; the last lines of .*rank_1.log:\n(.*\n)*    no such device", done.stdout)
+    assert re.search(
+        r"error: rank_1 ended with exit code 7; the last lines of .*rank_1.log:\n(.*\n)*    no such device", done.stdout
+    )
     deadline = time.monotonic() + 20
     while left := processes(tmp_path):
         assert time.monotonic() < deadline, left
@@ -173,5 +184,48 @@ class TestWithServices:
             os.kill(pid, signal.SIGKILL)
         shown = job.end(within_s=90)
         assert shown["JobState"] == "FAILED" and shown["ExitCode"].split(":")[0] not in ("0", "75")
-        assert re.search(r"error: mooncake_master ended with exit code \d+; the last lines of .*mooncake_master.log:\n    ", job.log())
+        assert re.search(
+            r"error: mooncake_master ended with exit code \d+; the last lines of .*mooncake_master.log:\n    ",
+            job.log(),
+        )
         assert "saved" in job.log("rank_0") and "saved" in job.log("rank_1")
+
+    def test_live_training_over_three_nodes(self, slurm: VirtualSlurm, tmp_path: Path) -> None:
+        """The command itself submits: a master, a segment, a real vLLM on one node, and a rank on each of the two others."""
+        environment = {
+            **os.environ, **slurm.environment, "DSPARK_LAB_HOME": str(tmp_path / "home"), "COLUMNS": "120", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+
+        def call(experiment: str, *overrides: str) -> str:
+            command = [sys.executable, "-m", "dspark_lab", f"+experiment={experiment}", *SMALL,
+                       f"run.root={tmp_path / 'runs'}", *overrides]  # fmt: skip
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
+
+        call("smoke", "stages=regenerate")  # else a second engine would start
+        printed = call(
+            "live_cpu", "stages=[capture,train,report]", "run.name=job", "cluster=slurm", "cluster.submit=true",
+            f"cluster.subnet={SUBNET}", "trainer.num_nodes=2", "cluster.sbatch_options=[]",
+            "cluster.mooncake.segment_bytes=268435456",
+        )  # fmt: skip
+        (job_id,) = re.findall(r"job (\d+) is submitted", printed)
+        job = Job(slurm, job_id, tmp_path / "runs" / "job")
+        shown = job.end(within_s=400)
+        logs = "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in (job.folder / "logs").glob("*.log"))
+        assert shown["JobState"] == "COMPLETED", logs
+        started = dict(re.findall(r"(\w+) starts on (gb\d)", job.log()))
+        assert started == {
+            "mooncake_master": "gb0", "segment_0": "gb0", "vllm_0": "gb0", "ready": "gb1", "before_training": "gb1",
+            "rank_0": "gb1", "rank_1": "gb2", "after_training": "gb1",
+        }  # fmt: skip
+        stages = {stage.name: stage for stage in read_results(job.folder).stages}
+        assert stages["capture"].events["left to live capture"] == stages["train"].num_out
+        assert stages["train"].events["live samples used"] >= stages["train"].num_out // 2
+        assert len(losses(job.folder)) == 6
+        assert not processes(tmp_path / "runs")
+
+
+def losses(run_dir: Path) -> list[float]:
+    found = curve(read_metrics(run_dir), "train/loss")
+    return [] if found is None else list(found.value)

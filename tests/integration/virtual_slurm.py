@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +23,7 @@ SlurmctldHost={host}({management}.1)
 SlurmctldPort=16817
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge/munge.socket.2,cred_expire=2
+AuthInfo=socket={folder}/munge/munge.socket.2
 SlurmUser=root
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -112,7 +113,10 @@ class VirtualSlurm:
         host = socket.gethostname().split(".")[0]
         (self.folder / "slurm.conf").write_text(
             CONF.format(
-                host=host, folder=self.folder, management=MANAGEMENT, names=f"gb[0-{last}]",
+                host=host,
+                folder=self.folder,
+                management=MANAGEMENT,
+                names=f"gb[0-{last}]",
                 addresses=f"{MANAGEMENT}.[10-{10 + last}]",
             )  # fmt: skip
         )
@@ -137,9 +141,7 @@ class VirtualSlurm:
 
     def _start(self) -> None:
         munge = self.folder / "munge"
-        files = [
-            f"--{kind}-file={munge / kind}" for kind in ("key", "pid", "log", "seed")
-        ]
+        files = [f"--{kind}-file={munge / kind}" for kind in ("key", "pid", "log", "seed")]
         self._daemon("munged", "--foreground", "--force", f"--socket={munge / 'munge.socket.2'}", *files)
         wait_until(lambda: (munge / "munge.socket.2").exists(), "munged has no socket")
         self._daemon("slurmctld", "-D", "-c")
@@ -151,7 +153,7 @@ class VirtualSlurm:
 
     def num_idle(self) -> int:
         with suppress(RuntimeError):
-            return self.call("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").split().__len__()
+            return self.call("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N").count("gb")
         return 0
 
     def _daemon(self, *command: str) -> None:
@@ -167,7 +169,7 @@ def ip(arguments: str) -> None:
         raise RuntimeError(f"ip {arguments}: {done.stderr}")
 
 
-def wait_until(condition, told: str, *, deadline_s: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], told: str, *, deadline_s: float = 30) -> None:
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:
