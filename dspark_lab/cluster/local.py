@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment, Role, Service
+from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment, Role, Service, role_of
 from dspark_lab.cluster.vllm import VllmServer, capture_arguments
 from dspark_lab.progress import console
 from dspark_lab.store.mooncake_connection import MooncakeConnection
@@ -38,7 +38,7 @@ class Cluster(Protocol):
     def close(self) -> None: ...
 
 
-class NoCluster:
+class AttachedCluster:
     """Nothing is started: what is needed runs already."""
 
     @checked
@@ -170,7 +170,3 @@ class LocalCluster:
             role=self.vllm.role,
             deadline_s=self.vllm.deadline_s,
         )
-
-
-def role_of(python: str | None, command_prefix: tuple[str, ...]) -> Role:
-    return Role(command_prefix=command_prefix, **({"python": python} if python else {}))

@@ -42,6 +42,11 @@ class Role:
         return [*self.command_prefix, self.python, *arguments]
 
 
+def role_of(python: str | None, command_prefix: tuple[str, ...]) -> Role:
+    """None for this Python."""
+    return Role(command_prefix=command_prefix, **({"python": python} if python else {}))
+
+
 class Service:
     """A running child process. ``with`` stops it at the end.
 
@@ -125,10 +130,8 @@ class MooncakeMaster(Service):
         self.host = host
         for attempt in range(NUM_TRIES):
             self.port, self.admin_port = free_port(host), free_port(host)
-            command = (role or Role()).command(
-                "-m", "mooncake.cli", f"-rpc_address={host}", f"-rpc_port={self.port}", f"-metrics_host={host}",
-                f"-metrics_port={self.admin_port}", f"-default_kv_lease_ttl={round(1000 * lease_s)}", "-logtostderr",
-            )  # fmt: skip
+            arguments = master_arguments(host, port=self.port, admin_port=self.admin_port, lease_s=lease_s)
+            command = (role or Role()).command(*arguments)
             super().__init__("mooncake_master", command, folder=folder)
             try:
                 self.wait_ready(lambda: answers(f"{self.admin_url}/health"), deadline_s=deadline_s)
@@ -144,6 +147,14 @@ class MooncakeMaster(Service):
     @property
     def admin_url(self) -> str:
         return f"http://{self.host}:{self.admin_port}"
+
+
+def master_arguments(host: str, *, port: int, admin_port: int, lease_s: float) -> list[str]:
+    """Of the Python that runs ``mooncake_master``."""
+    return [
+        "-m", "mooncake.cli", f"-rpc_address={host}", f"-rpc_port={port}", f"-metrics_host={host}",
+        f"-metrics_port={admin_port}", f"-default_kv_lease_ttl={round(1000 * lease_s)}", "-logtostderr",
+    ]  # fmt: skip
 
 
 class MooncakeSegment(Service):
@@ -162,10 +173,21 @@ class MooncakeSegment(Service):
         deadline_s: float = 60.0,
     ) -> None:
         wanted = room(master.admin_url).capacity_bytes + num_bytes
-        command = (role or Role()).command(
-            "-m", "mooncake.cli_client", f"-host={host}", f"-port={free_port(host)}", "-metadata_server=P2PHANDSHAKE",
-            f"-master_server_address={master.address}", f"-global_segment_size={num_bytes}", f"-protocol={protocol}",
-            f"-device_names={rdma_devices}", "-logtostderr",
+        arguments = segment_arguments(
+            host, port=free_port(host), master=master.address, num_bytes=num_bytes, protocol=protocol,
+            rdma_devices=rdma_devices,
         )  # fmt: skip
+        command = (role or Role()).command(*arguments)
         super().__init__("mooncake_segment", command, folder=folder)
         self.wait_ready(lambda: room(master.admin_url).capacity_bytes >= wanted, deadline_s=deadline_s)
+
+
+def segment_arguments(
+    host: str, *, port: int, master: str, num_bytes: int, protocol: str, rdma_devices: str
+) -> list[str]:
+    """Of the Python that runs ``mooncake_client``, whose memory holds samples."""
+    return [
+        "-m", "mooncake.cli_client", f"-host={host}", f"-port={port}", "-metadata_server=P2PHANDSHAKE",
+        f"-master_server_address={master}", f"-global_segment_size={num_bytes}", f"-protocol={protocol}",
+        f"-device_names={rdma_devices}", "-logtostderr",
+    ]  # fmt: skip

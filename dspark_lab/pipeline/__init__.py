@@ -24,6 +24,7 @@ from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.report import compare
 from dspark_lab.pipeline.serve import refuse_unservable
+from dspark_lab.pipeline.slurm import hand_over, write_job
 from dspark_lab.pipeline.stages import STAGES
 from dspark_lab.progress import console
 from dspark_lab.report.results import RunInfo, StageRecord, update_results
@@ -65,7 +66,11 @@ def run(config: DictConfig) -> float | None:
             seed=config.seed,
         )
         with closing(Parts(config, opened, info, place)) as parts:
-            return carry_out(stages, parts) if place.leads else take_part(parts, STAGES["train"])
+            if choices["cluster"] != "slurm":
+                return carry_out(stages, parts) if place.leads else take_part(parts, STAGES["train"])
+            script = write_job(parts, stages)
+    hand_over(script, submits=config.cluster.submit)
+    return None
 
 
 def settle(stages: Sequence[str], config: DictConfig) -> Place:

@@ -6,19 +6,20 @@ from typing import Any
 from omegaconf import DictConfig
 
 Rule = tuple[Callable[[Mapping[str, str], Any], bool], str]
+STARTING = ("local", "slurm")  # clusters that start services
 KEPT = (None, "disk")  # what store.keep may be
 
 CONTRADICTIONS: Sequence[Rule] = (
     (
         lambda chosen, config: (
             chosen["engine"] == "vllm"
-            and chosen["cluster"] == "none"
+            and chosen["cluster"] == "attach"
             and not _endpoints(config)
             and bool(
                 {"regenerate", "capture", *(["train"] if config.data.source == "live" else [])} & set(_stages(config))
             )
         ),
-        "engine=vllm needs servers: cluster=local starts them; or name those that run in engine.endpoints or "
+        "engine=vllm needs servers: cluster=local and cluster=slurm start them; or name those that run in engine.endpoints or "
         "engine.endpoints_file",
     ),
     (
@@ -26,9 +27,11 @@ CONTRADICTIONS: Sequence[Rule] = (
         "engine.endpoints and engine.endpoints_file are both given: which servers are meant? Leave one out",
     ),
     (
-        lambda chosen, config: chosen["engine"] == "vllm" and chosen["cluster"] == "local" and bool(_endpoints(config)),
-        "cluster=local starts a server of its own, but engine.endpoints or engine.endpoints_file names others: leave them "
-        "out, or use cluster=none",
+        lambda chosen, config: (
+            chosen["engine"] == "vllm" and chosen["cluster"] in STARTING and bool(_endpoints(config))
+        ),
+        "cluster=local and cluster=slurm start servers of their own, but engine.endpoints or engine.endpoints_file names "
+        "others: leave them out, or use cluster=attach",
     ),
     (
         lambda chosen, config: (
@@ -38,9 +41,9 @@ CONTRADICTIONS: Sequence[Rule] = (
         "choose engine=vllm or store=mooncake",
     ),
     (
-        lambda chosen, config: chosen["cluster"] == "local" and bool(_addresses(chosen, config)),
-        "cluster=local starts Mooncake at addresses that it chooses, but some are given (cluster.mooncake, "
-        "store.master_address, store.admin_url): leave them out, or use cluster=none",
+        lambda chosen, config: chosen["cluster"] in STARTING and bool(_addresses(chosen, config)),
+        "cluster=local and cluster=slurm start Mooncake at addresses that they choose, but some are given "
+        "(cluster.mooncake, store.master_address, store.admin_url): leave them out, or use cluster=attach",
     ),
     (
         lambda chosen, config: chosen["store"] == "mooncake" and config.data.num_workers > 0,

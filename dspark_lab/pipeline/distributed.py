@@ -82,18 +82,20 @@ def take_part(parts: Parts, train: Callable[[Parts], Outcome]) -> None:
 
 
 def rank_command(parts: Parts) -> list[str]:
-    """This job's own overrides, then those that make it a rank of this very run."""
+    """Of a rank of this very run."""
+    return [*(sys.executable, "-m", "dspark_lab"), *job_arguments(parts), "stages=train", *joined_services(parts)]
+
+
+def job_arguments(parts: Parts) -> list[str]:
+    """This job's own overrides, then those that lead another process to this very run."""
     hydra = HydraConfig.get()
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     return [
-        *(sys.executable, "-m", "dspark_lab"),
         *(f"--config-dir={folder}" for folder in folders),
         *hydra.overrides.task,
-        "stages=train",
         f"run.root={_quoted(parts.run.directory.parent.absolute())}",
         f"run.name={_quoted(parts.run.directory.name)}",
         "run.fresh=false",
-        *joined_services(parts),
     ]
 
 

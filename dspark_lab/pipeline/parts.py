@@ -1,6 +1,8 @@
 """The objects of one run, each built from the config when a stage first needs it."""
 
 import gc
+import inspect
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -93,10 +95,14 @@ class Parts:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The run's services; none runs before it is needed."""
-        if self.info.choices["cluster"] == "none":
-            return build(self.config, "cluster")
-        return build(self.config, "cluster", folder=self.run.directory / "logs")
+        """The run's services; none runs before it is needed.
+
+        What an experiment says for another kind of cluster, e.g. how many nodes of a rack it takes, is left out.
+        """
+        node, known = self.config.cluster, inspect.signature(get_class(self.config.cluster._target_)).parameters
+        others = [name for name in node if name != "_target_" and name not in known]
+        places = {"folder": self.run.directory / "logs"} if "folder" in known else {}
+        return build(self.config, "cluster", without=others, **places)
 
     @cached_property
     def target(self) -> Target:
@@ -111,8 +117,12 @@ class Parts:
 
     @property
     def owner(self) -> str:
-        """Names what belongs to this run alone: its folder is locked, so the path on this host has one owner at a time."""
-        return content_hash([socket.gethostname(), str(self.run.directory.resolve())])
+        """Names what belongs to this run alone: its folder is locked, so the path on this host has one owner at a time.
+
+        In a Slurm job, whose ranks are on several hosts, the job stands for the host.
+        """
+        place = os.environ.get("SLURM_JOB_ID") or socket.gethostname()
+        return content_hash([place, str(self.run.directory.resolve())])
 
     @cached_property
     def splits(self) -> Splits:
@@ -221,7 +231,10 @@ class Parts:
             case "memory":
                 return build(self.config, "store", manifest=self.manifest)
             case "mooncake" if self.config.store.keep is None:
-                place: dict[str, Any] = {"namespace": f"{self.run.name}-{self.owner}"}
+                place: dict[str, Any] = {
+                    "namespace": f"{self.run.name}-{self.owner}",
+                    "founds": self.place.num_ranks == 1,
+                }
                 if self.info.choices["cluster"] == "local" and self.place.group_folder is None:
                     started = self.cluster.mooncake()
                     place |= {"master_address": started.master_address, "admin_url": started.admin_url}

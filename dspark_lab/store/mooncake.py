@@ -35,6 +35,7 @@ class MooncakeStore(HiddenStateStore):
         namespace: Who owns the samples: unique to a run. Its owner sees to it that only one process at a time starts one.
         generation: That of the store to join, as ``store.generation`` of the process that started it. None starts a new
             one and removes what earlier ones of the namespace left behind; they are never read.
+        founds: Whether to start ``generation`` where it is not there.
         admin_url: http://host:port of the master's ``-metrics_port``; names and free memory are only told there.
         part_bytes: A sample with a larger payload is moved in several objects.
 
@@ -51,6 +52,7 @@ class MooncakeStore(HiddenStateStore):
         manifest: Manifest,
         namespace: Annotated[str, Field(pattern=r"^[\w.-]+$")],
         generation: str | None,
+        founds: bool = False,
         master_address: str,
         admin_url: str,
         protocol: Literal["tcp", "rdma"],
@@ -70,7 +72,7 @@ class MooncakeStore(HiddenStateStore):
             "local_hostname": local_hostname,
         }
         self._opened: MooncakeClient | None = None
-        if generation is None:
+        if generation is None or (founds and not self._client.exists(self._name("manifest"))):
             self._remove_orphans()
             self._write_manifest()
         self.read_manifest().check(manifest, place=f"generation {self.generation} of {namespace}")

@@ -78,6 +78,16 @@ def resolve(
         ) from error
 
 
+def loadable(model: str, *, home: Path, source: Source, package: str | None, package_sha256: str | None) -> str:
+    """What an engine on another machine loads: a folder, or a hub id, which is not fetched here. As ``resolve``."""
+    for folder in (Path(model).expanduser(), ASSETS / model):
+        if folder.is_dir():
+            return str(folder.resolve())
+    if source == "hub" or package is None:
+        return model
+    return str(resolve(model, home=home, source=source, package=package, package_sha256=package_sha256).folder)
+
+
 def _shipped() -> str:
     return ", ".join(sorted(folder.parent.name for folder in ASSETS.glob("*/config.json"))) or "none"
 

@@ -101,7 +101,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = compose("config", overrides)
-    info = RunInfo(options.run.name, {"engine": "huggingface", "store": "disk", "cluster": "none"}, {}, "", "")
+    info = RunInfo(options.run.name, {"engine": "huggingface", "store": "disk", "cluster": "attach"}, {}, "", "")
     parts = Parts(config, Run(options.run.name, options.run, ""), info, Place.of())
     drafter, _ = trained(parts)
     prompts = [prompt_only(conversation).token_ids for conversation in parts.tokenized["evaluation"]]

@@ -66,7 +66,7 @@ def parts_of(name: str, side: str, overrides: list[str], seed: int) -> Parts:
     """``loss`` decides the supervision, so Speculators' side needs its own."""
     loss = ["loss=speculators"] if side == "speculators" else []
     config = config_of([f"drafter={name}", f"seed={seed}", *loss, *overrides])
-    info: Any = SimpleNamespace(choices={"store": "disk", "engine": "huggingface", "cluster": "none"})
+    info: Any = SimpleNamespace(choices={"store": "disk", "engine": "huggingface", "cluster": "attach"})
     no_run: Any = None
     seed_everything(seed, verbose=False)
     return Parts(config, no_run, info, Place.of())

@@ -60,6 +60,9 @@ def test_a_generation_is_joined(world: World) -> None:
     assert list(started.keys()) == []
     with pytest.raises(ValueError, match=r"generation 'gone' of .* is not in Mooncake"):
         world.store(generation="gone")
+    named = {"namespace": started.namespace, "generation": "named"}
+    world.store(**named, founds=True).put("key", sample_of(1))
+    assert list(started.keys()) == [] and list(world.store(**named, founds=True).keys()) == ["key"]
 
 
 def test_the_manifest_is_checked(world: World) -> None:

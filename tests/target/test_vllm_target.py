@@ -10,7 +10,7 @@ from small_server import SmallServer, small_servers
 
 from dspark_lab.capture.endpoints import EndpointError
 from dspark_lab.capture.probe import ProbeRecipe
-from dspark_lab.cluster.local import NoCluster
+from dspark_lab.cluster.local import AttachedCluster
 from dspark_lab.records import Conversation, Sampling
 from dspark_lab.store.mooncake_connection import MooncakeConnection
 from dspark_lab.target.chat import tokenize_prompt
@@ -54,7 +54,7 @@ def target_of(in_process: HuggingFaceTarget, *servers: SmallServer, **settings: 
         "seed": 1,
         "probe": ProbeRecipe(num_prompts=2, max_tokens=50, forward=False, tolerance=0.1),
     }
-    cluster = NoCluster(mooncake=NOWHERE)
+    cluster = AttachedCluster(mooncake=NOWHERE)
     return VllmTarget(in_process=in_process, cluster=cluster, namespace="run", **{**given, **settings})
 
 
