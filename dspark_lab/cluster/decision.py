@@ -41,7 +41,7 @@ def decide(
     """The table of docs/gb300.md. ``num_nodes``: that a job of this config has."""
     if cluster != "slurm" or set(stages) <= ANYWHERE:
         return "run", []
-    if scheduler.num_nodes >= num_nodes:
+    if scheduler.num_nodes == num_nodes:
         return "run", []
     if scheduler.num_nodes > 0:
         return "plan", [

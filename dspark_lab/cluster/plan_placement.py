@@ -70,7 +70,7 @@ def place(
         for rank in range(found.num_nodes):
             does = ["mooncake_master"] * (number == 0 and rank == 0)
             does.append(f"vLLM of set {number}, rank {rank} of {found.num_nodes}" + (" (headless)" if rank else ""))
-            does.append("segment of Mooncake")
+            does += ["segment of Mooncake"] * (rank == 0)
             ports = [f":{mooncake_port}"] * (number == 0 and rank == 0) + [f":{server_port}"] * (rank == 0)
             gpus = min(found.num_gpus, accelerator.gpus_per_node)
             nodes.append(_node(len(nodes), gpus, does, ports))

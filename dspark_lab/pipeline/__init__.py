@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.pipeline.distributed import count_ranks, take_part
+from dspark_lab.pipeline.here import before_job, in_this_process
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.report import compare
 from dspark_lab.pipeline.serve import refuse_unservable
@@ -66,9 +67,9 @@ def run(config: DictConfig) -> float | None:
             seed=config.seed,
         )
         with closing(Parts(config, opened, info, place)) as parts:
-            if choices["cluster"] != "slurm":
+            if in_this_process(parts, stages):
                 return carry_out(stages, parts) if place.leads else take_part(parts, STAGES["train"])
-            script = write_job(parts, stages)
+            script = write_job(parts, before_job(parts, stages))
     hand_over(script, submits=config.cluster.submit)
     return None
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from dspark_lab.__main__ import config_folder
 from dspark_lab.cluster.plan import make_plan
 from dspark_lab.cluster.plan_flow import States
 from dspark_lab.cluster.plan_job import Assumptions, Job
+from dspark_lab.cluster.slurm import Engine, Work
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.plan import job_of, spec_of_facts
 
@@ -106,3 +108,23 @@ def test_the_sisters_can_be_planned(drafter: str) -> None:
     plan = make_plan(replace(job(f"+experiment=qwen3_8b_{drafter}", cluster=local), one_machine=True))
     assert not plan.impossible and len(plan.nodes) == 1
     assert json.dumps(plan.to_json())
+
+
+def test_the_job_is_the_recipes() -> None:
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = compose("config", ["+experiment=kimi_k3_dspark"])
+    engine = Engine(
+        model="K3", revision=None, layer_ids=(24, 48, 72, 88, 92, 93), dtype="bfloat16", answers=True, captures=True
+    )
+    work = Work(
+        name="k3", folder=Path("runs/k3"), arguments=(), before=(), train=True, after=(), num_nodes=config.trainer.num_nodes,
+        ranks_per_node=config.trainer.devices, engine=engine, stores_in_mooncake=True,
+    )  # fmt: skip
+    job = build(config, "cluster").render(work)
+    for part in (
+        "#SBATCH --nodes=3", "#SBATCH --gpus-per-node=4", "--tensor-parallel-size 8", "--enable-expert-parallel", "--headless",
+        "--max-model-len 8193", "--max-num-seqs 64", "--max-num-batched-tokens 32768", "--nnodes 2", "-rpc_thread_num=8",
+        "-global_segment_size=34359738368", "-enable_disk_eviction=false", "export NCCL_MNNVL_ENABLE=1",
+        "export VLLM_ENGINE_READY_TIMEOUT_S=3600", "[24, 48, 72, 88, 92, 93]",
+    ):  # fmt: skip
+        assert part in job, part

@@ -1,0 +1,30 @@
+"""``cluster=slurm`` before a job is written: the plan is shown, and where there is no Slurm, what is missing."""
+
+from collections.abc import Sequence
+
+from dspark_lab.cluster.decision import ANYWHERE, Scheduler, decide
+from dspark_lab.nothere import NotHere
+from dspark_lab.pipeline.doctor import missing_here
+from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.plan import plan
+
+
+def in_this_process(parts: Parts, stages: Sequence[str]) -> bool:
+    """Whether the stages are done here and now rather than by a job."""
+    return parts.info.choices["cluster"] != "slurm" or set(stages) <= ANYWHERE
+
+
+def before_job(parts: Parts, stages: Sequence[str], *, scheduler: Scheduler | None = None) -> list[str]:
+    """Show the plan; the stages that are left for the job.
+
+    Raises:
+        NotHere: neither in an allocation of the right size nor where jobs are submitted.
+        ValueError: the plan cannot work.
+    """
+    plan(parts)
+    cluster, trainer = parts.config.cluster, parts.config.trainer
+    num_nodes = cluster.num_sets * cluster.nodes_per_set + trainer.num_nodes
+    decision, missing = decide(stages, cluster="slurm", num_nodes=num_nodes, scheduler=scheduler or Scheduler.found())
+    if decision == "plan":
+        raise NotHere(parts.info.command, [*missing, *missing_here(parts)])
+    return [stage for stage in stages if stage not in ("plan", "doctor")]
