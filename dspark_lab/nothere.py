@@ -14,7 +14,7 @@ class Missing:
     mend: str
 
 
-class NotHere(Exception):  # noqa: N818  # nothing went wrong: this machine is not the one that ``what`` is for
+class NotHere(Exception):
     """``what`` cannot be done on this machine. ``__main__`` prints the message and exits with ``EXIT_CODE``."""
 
     def __init__(self, what: str, missing: Sequence[Missing]) -> None:
