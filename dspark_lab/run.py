@@ -26,6 +26,7 @@ NOT_IDENTITY = frozenset(
         "report",
         "evaluate",
         "benchmark",
+        "published",
         "calibrate",
         "scheduler",
         "export",

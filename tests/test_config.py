@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from dspark_lab.__main__ import config_folder, refuse_swept_stages
 from dspark_lab.pipeline import requested_stages
 from dspark_lab.pipeline.build import build
-from dspark_lab.pipeline.callbacks import build_callbacks
+from dspark_lab.pipeline.callbacks import build_callbacks, monitored
 from dspark_lab.records import TokenizedConversation
 
 OPTIONS = [
@@ -57,6 +57,13 @@ def watching(*overrides: str) -> dict[str, Callback]:
     )
     made = build_callbacks(parts, monitor="val/acceptance_length")  # pyright: ignore
     return {type(callback).__name__: callback for callback in made}
+
+
+def test_what_chooses_the_best_checkpoint() -> None:
+    assert monitored(composed(), replayable=True) == "val/acceptance_length"
+    assert monitored(composed(), replayable=False) == "val/acceptance_length_estimate"
+    decoding = composed("callbacks/decode=default", "callbacks.decode.chooses_best=true")
+    assert monitored(decoding, replayable=True) == "val/decode_acceptance_length"
 
 
 def test_every_callback_builds() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dspark_lab.checkpoint.description import Algorithm, Description, describe
+from dspark_lab.decoding.verification import Verification
 from dspark_lab.drafter.base import Drafter
 
 VLLM_VERSION = "0.32"  # whose sources say the following
@@ -46,6 +47,21 @@ def unservable_options(
     return said
 
 
+def unservable_adaptively(algorithm: Algorithm, *, on_cpu: bool) -> list[str]:
+    """Why vLLM cannot choose how many drafts to verify (``enable_adaptive_verification``)."""
+    said = []
+    if algorithm != "dspark":
+        said.append(
+            f"serve.num_draft_tokens=adaptive: vLLM {VLLM_VERSION} has enable_adaptive_verification for DSpark only"
+        )
+    if on_cpu:
+        said.append(
+            f"serve.num_draft_tokens=adaptive: vLLM {VLLM_VERSION}'s enable_adaptive_verification needs CUDA graphs, which "
+            "a CPU has not"
+        )
+    return said
+
+
 def cpu_faults(algorithm: Algorithm, options: Mapping[str, Any]) -> list[str]:
     """Where vLLM's CPU engine computes something else than its GPU engine: small differences there are its own."""
     if algorithm == "eagle3" or options["num_layers"] == 1:
@@ -56,22 +72,44 @@ def cpu_faults(algorithm: Algorithm, options: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def needs_newer_runner(algorithm: Algorithm, options: Mapping[str, Any]) -> bool:
-    """Whether only vLLM's newer model runner has it: DSpark, and layers of two kinds, which need two groups of caches."""
+def needs_newer_runner(
+    algorithm: Algorithm, options: Mapping[str, Any], *, verification: Verification = "token"
+) -> bool:
+    """Whether only vLLM's newer model runner has it.
+
+    DSpark; layers of two kinds, which need two groups of caches; and block verification, which the older one ignores.
+    """
     window = options["window"]
-    return algorithm == "dspark" or (algorithm == "dflash" and window is not None and bool(window["full_layers"]))
+    mixed = algorithm == "dflash" and window is not None and bool(window["full_layers"])
+    return algorithm == "dspark" or mixed or verification == "block"
 
 
-def speculative_config(description: Description, *, folder: str, num_draft_tokens: int) -> dict[str, Any]:
-    """vLLM's ``--speculative-config`` for the drafter in ``folder``; it drafts greedily unless told otherwise."""
-    return {"model": folder, "num_speculative_tokens": num_draft_tokens, "method": description.algorithm}
+def speculative_config(
+    description: Description,
+    *,
+    folder: str,
+    num_draft_tokens: int,
+    verification: Verification = "token",
+    adaptive: bool = False,
+) -> dict[str, Any]:
+    """vLLM's ``--speculative-config`` for the drafter in ``folder``; it drafts greedily but for block verification.
+
+    ``adaptive``: the engine chooses by the confidences how many of its drafts it verifies (DSpark's alone).
+    """
+    found = {"model": folder, "num_speculative_tokens": num_draft_tokens, "method": description.algorithm}
+    if verification == "block":
+        found |= {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
+    return found | ({"enable_adaptive_verification": True} if adaptive else {})
 
 
 def serve_command(description: Description, *, target: str, folder: str) -> str:
     """The shell line that serves ``target`` with the drafter in ``folder``."""
-    speculative = speculative_config(description, folder=folder, num_draft_tokens=description.num_draft_tokens)
-    if description.algorithm == "dspark":
-        speculative |= {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
+    speculative = speculative_config(
+        description,
+        folder=folder,
+        num_draft_tokens=description.num_draft_tokens,
+        verification="block" if description.algorithm == "dspark" else "token",
+    )
     command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
     # vLLM chooses the newer runner by itself for DSpark.
     mixed = description.algorithm != "dspark" and needs_newer_runner(description.algorithm, description.options)

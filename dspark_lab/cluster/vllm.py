@@ -4,9 +4,9 @@ import json
 import os
 import re
 import urllib.error
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dspark_lab.cluster.services import Role, Service
 from dspark_lab.nearby import DIRECT, LOOPBACK, answers, free_port, post_json
@@ -38,8 +38,68 @@ _CAUSES = {
 }
 
 
-class VllmServer(Service):
-    """vLLM with its OpenAI-compatible API at ``url``.
+class VllmApi:
+    """HTTP to a vLLM at ``url`` whose target is called ``model`` there."""
+
+    url: str
+    model: str
+    version: str
+
+    def check(self) -> None:
+        """Raises ServiceError when the server is known to have ended."""
+
+    def get(self, path: str, *, timeout_s: float = 30.0) -> str:
+        """Body of a GET. OSError when the server does not answer."""
+        with DIRECT.open(f"{self.url}{path}", timeout=timeout_s) as response:
+            return response.read().decode()
+
+    def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """JSON in, JSON out.
+
+        Raises:
+            ServiceError: the server has ended.
+            ValueError: it refused the request; its own words.
+            OSError: it did not answer in time.
+        """
+        try:
+            return post_json(f"{self.url}{path}", body, timeout_s=timeout_s)
+        except urllib.error.HTTPError as error:
+            self.check()
+            raise ValueError(f"vLLM refused {path} ({error.code}): {error.read().decode(errors='replace')}") from error
+        except OSError:
+            self.check()
+            raise
+
+
+class RunningVllm(VllmApi):
+    """A vLLM that somebody else has started; it is left running.
+
+    Raises:
+        ValueError: nothing answers at ``url``, or it serves none of ``targets`` (names and folders of one model).
+    """
+
+    def __init__(self, url: str, *, targets: Collection[str]) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        try:
+            served = json.loads(self.get("/v1/models"))["data"]
+            self.version = json.loads(self.get("/version"))["version"]
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"no vLLM answers at {url}: {error}") from error
+        known = [entry for entry in served if {entry["id"], entry.get("root")} & set(targets)]
+        if not known:
+            names = ", ".join(str(entry["id"]) for entry in served)
+            raise ValueError(f"{url} serves {names}, the run's target is {' or '.join(targets)}: name another server")
+        self.model = known[0]["id"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return
+
+
+class VllmServer(Service, VllmApi):
+    """vLLM with its OpenAI-compatible API, started here.
 
     Args:
         model: Folder or hub id of the target.
@@ -76,29 +136,7 @@ class VllmServer(Service):
         added = {**engine_environment(on_cpu=on_cpu, interpret=interpret), **(environment or {})}
         super().__init__("vllm", command, folder=folder, environment=added)
         self.wait_ready(lambda: answers(f"{self.url}/health"), deadline_s=deadline_s)
-        self.version: str = json.loads(self.get("/version"))["version"]
-
-    def get(self, path: str, *, timeout_s: float = 30.0) -> str:
-        """Body of a GET. OSError when the server does not answer."""
-        with DIRECT.open(f"{self.url}{path}", timeout=timeout_s) as response:
-            return response.read().decode()
-
-    def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
-        """JSON in, JSON out.
-
-        Raises:
-            ServiceError: the server has ended.
-            ValueError: it refused the request; its own words.
-            OSError: it did not answer in time.
-        """
-        try:
-            return post_json(f"{self.url}{path}", body, timeout_s=timeout_s)
-        except urllib.error.HTTPError as error:
-            self.check()
-            raise ValueError(f"vLLM refused {path} ({error.code}): {error.read().decode(errors='replace')}") from error
-        except OSError:
-            self.check()
-            raise
+        self.version = json.loads(self.get("/version"))["version"]
 
     def _tail(self) -> str:
         with self.log.open("rb") as file:

@@ -1,5 +1,6 @@
 """Prompts through a serving engine: what it wrote, verify step by verify step, and its own counters."""
 
+import statistics
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ _COUNTERS = "vllm:spec_decode_num_"
 
 
 class Server(Protocol):
-    """What is needed of ``cluster.vllm.VllmServer``."""
+    """What is needed of ``cluster.vllm.VllmApi``."""
 
     model: str
 
@@ -69,28 +70,41 @@ class DraftCounters:
         )
 
 
+ARGUMENTS = ("--enable-per-request-metrics",)
+DRAFTING_ARGUMENTS = ("--per-request-spec-decode-metrics", "detailed")
+"""Of the server, the second with a drafter: without them replies tell neither times nor verify steps."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One prompt's new tokens (end token included), what each verify step drafted and accepted, seconds to the first token.
+    """One prompt's new tokens (end token included), what each verify step drafted and accepted.
 
-    ``accepted`` is the engine's: of the last step some may lie beyond the end of the answer.
+    ``accepted`` is the engine's: of the last step some may lie beyond the end of the answer. ``first_token_s``: from the
+    request's arrival to its first token, waiting included; ``decode_s``: from there to the last one.
     """
 
     token_ids: tuple[int, ...]
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     first_token_s: float
+    decode_s: float
 
     @classmethod
-    def parse(cls, reply: Mapping[str, Any]) -> "Answer":
-        """From the reply of ``/v1/completions``, of a server started with ``ARGUMENTS``."""
-        drafting = reply["metrics"]["speculative_decoding"]
-        return cls(
-            tuple(reply["choices"][0]["token_ids"]),
-            tuple(drafting["per_step_drafted"] or ()),
-            tuple(drafting["per_step_accepted"] or ()),
-            reply["metrics"]["time_to_first_token_ms"] / 1000,
-        )
+    def parse(cls, reply: Mapping[str, Any], *, drafts: bool = True) -> "Answer":
+        """From the reply of ``/v1/completions``; ``drafts``: whether the server has a drafter.
+
+        Raises:
+            ValueError: the server was started without the arguments above.
+        """
+        token_ids, told = tuple(reply["choices"][0]["token_ids"]), reply.get("metrics") or {}
+        drafting = told.get("speculative_decoding") or {}
+        accepted = tuple(drafting.get("per_step_accepted") or ())
+        if not told or (drafts and len(token_ids) > 1 and not accepted):
+            wanted = " ".join((*ARGUMENTS, *(DRAFTING_ARGUMENTS if drafts else ())))
+            raise ValueError(f"the server's replies tell no verify steps or times: start it with {wanted}")
+        waited_ms = (told.get("queue_time_ms") or 0.0) + told["time_to_first_token_ms"]
+        drafted = tuple(drafting.get("per_step_drafted") or ())
+        return cls(token_ids, drafted, accepted, waited_ms / 1000, told["generation_time_ms"] / 1000)
 
     def trace(self, prompt: TokenizedConversation) -> Trace:
         """In this project's accounting: the last step is cut where the answer ends.
@@ -112,21 +126,40 @@ class Answer:
         return Trace(prompt.id, prompt.domain, tuple(VerifyStep(p, d, e - 1) for p, d, e in steps), len(self.token_ids))
 
 
-ARGUMENTS = ("--enable-per-request-metrics", "--per-request-spec-decode-metrics", "detailed")
-"""Of the server: without them replies do not tell the verify steps."""
-
-
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Answers in the order of the prompts, the counters' growth meanwhile, and the seconds it took."""
+    """Answers in the order of the prompts, the counters' growth meanwhile (None without a drafter), the seconds taken."""
 
     answers: tuple[Answer, ...]
-    counters: DraftCounters
+    counters: DraftCounters | None
     time_s: float
 
     @property
     def tokens_per_s(self) -> float:
         return sum(len(answer.token_ids) for answer in self.answers) / self.time_s
+
+    @property
+    def tokens_per_s_per_user(self) -> float | None:
+        """Tokens after each request's first / seconds that requests spent decoding; None where all answers are one token."""
+        seconds = sum(answer.decode_s for answer in self.answers)
+        return sum(len(answer.token_ids) - 1 for answer in self.answers) / seconds if seconds else None
+
+    @property
+    def first_token_s(self) -> float:
+        """Median over the requests."""
+        return statistics.median(answer.first_token_s for answer in self.answers)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens after each request's first / verify steps, 1 without a drafter.
+
+        None where some steps drafted nothing, which the replies do not tell.
+        """
+        if self.counters is None:
+            return 1.0
+        steps = sum(len(answer.accepted) for answer in self.answers)
+        untold = any(1 + sum(a.accepted) + len(a.accepted) < len(a.token_ids) for a in self.answers)
+        return None if untold or not steps else sum(len(answer.token_ids) - 1 for answer in self.answers) / steps
 
 
 def serve_prompts(
@@ -137,9 +170,10 @@ def serve_prompts(
     eos_token_ids: Collection[int],
     concurrency: int,
     seed: int,
+    drafts: bool = True,
     progress: Progress = silent,
 ) -> Served:
-    """Let the engine answer ``prompts`` (fed whole, as ids), ``concurrency`` at a time.
+    """Let the engine answer ``prompts`` (fed whole, as ids), ``concurrency`` at a time; ``drafts``: it has a drafter.
 
     Raises:
         ValueError: the engine refused a request, or its counters counted other requests too.
@@ -157,13 +191,15 @@ def serve_prompts(
 
     def answer(prompt: TokenizedConversation) -> Answer:
         body = {**fixed, "prompt": prompt.token_ids.tolist()}
-        return Answer.parse(server.post("/v1/completions", body, timeout_s=REQUEST_TIMEOUT_S))
+        return Answer.parse(server.post("/v1/completions", body, timeout_s=REQUEST_TIMEOUT_S), drafts=drafts)
 
-    before = DraftCounters.parse(server.get("/metrics"))
+    before = DraftCounters.parse(server.get("/metrics")) if drafts else None
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         answers = tuple(progress(pool.map(answer, prompts), "serve"))
     time_s = time.perf_counter() - start
+    if before is None:
+        return Served(answers, None, time_s)
     counters = DraftCounters.parse(server.get("/metrics")).since(before)
     told = sum(len(found.accepted) for found in answers), sum(sum(found.accepted) for found in answers)
     if told != (counters.drafts, counters.accepted_tokens):

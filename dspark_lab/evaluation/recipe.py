@@ -3,7 +3,7 @@
 from typing import Literal
 
 import numpy as np
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from dspark_lab.data.prompts import PromptSource
 from dspark_lab.decoding.verification import Verification
@@ -89,28 +89,57 @@ class Calibration:
         self.num_bins, self.min_rounds, self.seed = num_bins, min_rounds, seed
 
 
+NumDraftTokens = NonNegativeInt | Literal["adaptive"]
+"""Of a served frontier. 0: no drafter. adaptive: the engine chooses, step by step, how many of its drafts it verifies."""
+
+
 class Serving:
     """How the export is served and compared. Nulls: this Python, the target's precision here, as many as it drafts.
 
-    ``arguments`` are further ones of vLLM's ``api_server``; ``command_prefix`` is put before the command.
+    ``num_draft_tokens`` and ``concurrency``: one value, or several whose combinations are all measured. The verdict is of
+    the most draft tokens and the first concurrency. ``arguments`` are further ones of vLLM's ``api_server``;
+    ``command_prefix`` is put before the command. ``endpoint``: URL of a server that runs already.
     """
 
     @checked
     def __init__(
         self,
         *,
+        endpoint: str | None,
         python: str | None,
         command_prefix: tuple[str, ...],
         arguments: tuple[str, ...],
         dtype: Literal["float32", "bfloat16", "float16"] | None,
         num_prompts: int,
-        num_draft_tokens: PositiveInt | None,
-        concurrency: PositiveInt,
+        num_draft_tokens: NumDraftTokens | tuple[NumDraftTokens, ...] | None,
+        concurrency: PositiveInt | tuple[PositiveInt, ...],
         deadline_s: float,
     ) -> None:
         if num_prompts < 2:
             raise ValueError(f"num_prompts={num_prompts}: an interval needs at least 2")
+        several = num_draft_tokens if isinstance(num_draft_tokens, tuple) else (num_draft_tokens,)
+        self.concurrency = concurrency if isinstance(concurrency, tuple) else (concurrency,)
+        if not several or not self.concurrency:
+            raise ValueError("num_draft_tokens and concurrency: give at least one value of each")
+        numbers = [number for number in several if isinstance(number, int)]
+        self.judged = max(numbers, default=None)
+        if several != (None,) and not self.judged:
+            raise ValueError(f"num_draft_tokens={list(several)}: the verdict needs a number above 0; add one")
+        self.others: tuple[NumDraftTokens, ...] = tuple(
+            number for number in dict.fromkeys(several) if number not in (None, self.judged)
+        )
+        given = {"python": python, "command_prefix": command_prefix, "arguments": arguments, "others": self.others}
+        idle = ["num_draft_tokens" if name == "others" else name for name, value in given.items() if value]
+        if endpoint and idle:
+            raise ValueError(
+                f"endpoint={endpoint} runs already, so {', '.join(idle)} would have no effect: leave out "
+                + (
+                    "all but one value of num_draft_tokens"
+                    if idle == ["num_draft_tokens"]
+                    else "what is said of a start"
+                )
+            )
+        self.endpoint = endpoint
         self.python, self.command_prefix, self.arguments = python, command_prefix, arguments
         self.dtype = dtype
-        self.num_prompts, self.num_draft_tokens, self.concurrency = num_prompts, num_draft_tokens, concurrency
-        self.deadline_s = deadline_s
+        self.num_prompts, self.deadline_s = num_prompts, deadline_s

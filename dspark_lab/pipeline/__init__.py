@@ -23,6 +23,7 @@ from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.here import before_job, in_this_process
 from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.published import require_what_was_published
 from dspark_lab.pipeline.report import compare
 from dspark_lab.pipeline.serve import refuse_unservable
 from dspark_lab.pipeline.slurm import hand_over, write_job
@@ -103,6 +104,8 @@ def carry_out(stages: Sequence[str], parts: Parts) -> float | None:
         refuse_unservable(parts)
     if parts.config.about:
         console.print(parts.config.about)
+    if parts.published is not None:
+        require_what_was_published(parts)
     console.print(f"[bold]{parts.run.name}[/bold]: {' -> '.join(stages)} in {parts.run.directory}")
     OmegaConf.save(parts.config, parts.run.directory / "config.yaml", resolve=True)
     acceptance = None

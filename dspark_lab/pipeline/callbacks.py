@@ -4,10 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback
+from omegaconf import DictConfig
 
 from dspark_lab.evaluation.decode import prompt_only
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.parts import Parts
+from dspark_lab.training.acceptance import DECODE_ACCEPTANCE
 
 NEEDS: Mapping[str, Callable[[Parts, str], dict[str, Any]]] = {
     "replay": lambda parts, monitor: {
@@ -25,6 +27,14 @@ NEEDS: Mapping[str, Callable[[Parts, str], dict[str, Any]]] = {
     "ema": lambda parts, monitor: {},
 }
 """Name -> from the run's parts and the metric that chooses the best checkpoint, what YAML cannot say."""
+
+
+def monitored(config: DictConfig, *, replayable: bool) -> str:
+    """The acceptance that best checkpoint and early stop go by; without a recorded sampling nothing can be replayed."""
+    decode = config.callbacks.get("decode")
+    if decode is not None and decode.chooses_best:
+        return DECODE_ACCEPTANCE
+    return "val/acceptance_length" if replayable else "val/acceptance_length_estimate"
 
 
 def build_callbacks(parts: Parts, *, monitor: str) -> list[Callback]:

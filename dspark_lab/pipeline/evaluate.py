@@ -5,11 +5,12 @@ from dataclasses import asdict
 from typing import Any
 
 from dspark_lab.evaluation.acceptance import acceptance_metrics
-from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode, prompt_only
+from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode
 from dspark_lab.evaluation.replay import evaluate_replay
 from dspark_lab.evaluation.traces import save_traces
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.published import beside_published
 from dspark_lab.pipeline.train import trained
 from dspark_lab.progress import track
 from dspark_lab.records import Metric, Trace
@@ -21,7 +22,6 @@ def evaluate(parts: Parts) -> Outcome:
     drafter, checkpoint = trained(parts)
     recipe = parts.evaluation
     num_draft_tokens = recipe.num_draft_tokens or drafter.num_draft_tokens
-    prompts = parts.tokenized["evaluation"]
     setting = {
         "benchmark": parts.benchmark.name,
         **asdict(recipe.sampling),
@@ -37,7 +37,7 @@ def evaluate(parts: Parts) -> Outcome:
         replayed = evaluate_replay(
             drafter,
             parts.store.get,
-            prompts[: recipe.num_replay_prompts],
+            parts.tokenized["evaluation"][: recipe.num_replay_prompts],
             sampling=recipe.sampling,
             num_draft_tokens=num_draft_tokens,
             target_head=drafter.target_head,
@@ -51,7 +51,7 @@ def evaluate(parts: Parts) -> Outcome:
         decoded = evaluate_decode(
             parts.target,
             drafter,
-            [prompt_only(conversation) for conversation in prompts[: recipe.num_decode_prompts]],
+            parts.evaluation_prompts[: recipe.num_decode_prompts],
             sampling=recipe.sampling,
             num_draft_tokens=num_draft_tokens,
             seed=recipe.seed,
@@ -62,6 +62,8 @@ def evaluate(parts: Parts) -> Outcome:
         here = {**setting, "engine": "huggingface"}  # decoding is this process's, whoever captured
         metrics += loop_metrics(decoded, here)
         metrics += acceptance_metrics(decoded.traces, setting=here, origin="measured", seed=recipe.seed)
+        if parts.published is not None:
+            metrics += beside_published(parts, decoded.traces, here)
     save_traces(parts.run.traces, traces)
     counted = traces.get("replayed", traces.get("measured", ()))
     record = {"num_in": len(counted) + sum(dropped.values()), "num_out": len(counted), "dropped": dropped}

@@ -33,6 +33,7 @@ from dspark_lab.data.screening import OverlapCount, Screened, screen_answers, sc
 from dspark_lab.data.vocabulary import DraftVocabulary, build_draft_vocabulary, count_supervised_tokens
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
 from dspark_lab.drafter.start import start_from_target
+from dspark_lab.evaluation.published import Published
 from dspark_lab.evaluation.recipe import Benchmark, Calibration, Evaluation, Serving
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.combinations import refuse_contradictions
@@ -42,7 +43,7 @@ from dspark_lab.records import Conversation, TokenizedConversation, content_hash
 from dspark_lab.report.results import RunInfo
 from dspark_lab.run import Run
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
-from dspark_lab.target.chat import tokenize_maskable
+from dspark_lab.target.chat import tokenize_maskable, tokenize_prompt
 from dspark_lab.target.huggingface import HuggingFaceTarget
 from dspark_lab.target.protocol import Target
 from dspark_lab.target.vllm import VllmTarget
@@ -62,6 +63,7 @@ class Parts:
         self.corpus: Corpus = build(config, "data")
         self.benchmark: Benchmark = build(config, "benchmark")
         self.evaluation: Evaluation = build(config, "evaluate")
+        self.published: Published | None = build(config, "published") if config.published else None
         self.calibration: Calibration = build(config, "calibrate")
         self.export: Export = build(config, "export")
         self.serving: Serving = build(config, "serve")
@@ -205,6 +207,16 @@ class Parts:
     def tokenized(self) -> dict[str, list[TokenizedConversation]]:
         """The samples of each split; a conversation gives several where its template rewrites earlier turns."""
         return {split: samples for split, (samples, _) in self._masked.items()}
+
+    @cached_property
+    def evaluation_prompts(self) -> list[TokenizedConversation]:
+        """The benchmark's prompts, each rendered to ask for its answer; no answer need be there."""
+        prompts = []
+        for prompt in self.splits.evaluation:
+            ids = tokenize_prompt(prompt.messages, self.target.tokenizer, enable_thinking=self.corpus.enable_thinking)
+            nothing = torch.zeros(len(ids), dtype=torch.bool)
+            prompts.append(TokenizedConversation(prompt.id, torch.tensor(ids), nothing, prompt.domain))
+        return prompts
 
     @property
     def unmaskable(self) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from dspark_lab.data.packing import PackingCounts
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.pipeline.build import build
-from dspark_lab.pipeline.callbacks import build_callbacks
+from dspark_lab.pipeline.callbacks import build_callbacks, monitored
 from dspark_lab.pipeline.distributed import Outcome, must_launch, train_as_group
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console
@@ -32,8 +32,7 @@ def train(parts: Parts) -> Outcome:
     data = parts.datamodule
     drafter = parts.drafter
     accounting = Accounting()
-    # Without a recorded sampling nothing can be replayed.
-    monitor = "val/acceptance_length" if parts.corpus.regenerate else "val/acceptance_length_estimate"
+    monitor = monitored(parts.config, replayable=parts.corpus.regenerate)
     watchers = [
         *build_callbacks(parts, monitor=monitor),
         accounting,

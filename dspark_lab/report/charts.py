@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from dspark_lab.report.comparison import Row, row_labels
+from dspark_lab.report.served import ServedPoint
 from dspark_lab.serving.frontier_file import FrontierFile
 
 # Dark enough for 4.5 : 1 on white, and told apart without colour vision by the marker.
@@ -168,6 +169,30 @@ def frontier_chart(frontier: FrontierFile) -> go.Figure:
             + curve.scheme
             + "</extra>",
             **style,
+        )
+    figure.update_layout(height=420)
+    return figure
+
+
+def served_chart(points: Sequence[ServedPoint]) -> go.Figure | None:
+    """Measured output throughput over interactivity, a line a number of draft tokens, a point a concurrency.
+
+    None where fewer than two points have a speed.
+    """
+    known = [point for point in points if point.tokens_per_s is not None and point.tokens_per_s_per_user is not None]
+    if len(known) < 2:
+        return None
+    figure = _figure("tokens/s per user", "output tokens/s of the engine")
+    for index, scheme in enumerate(dict.fromkeys(point.scheme for point in known)):
+        shown = [point for point in known if point.scheme == scheme]
+        figure.add_scatter(
+            x=[point.tokens_per_s_per_user for point in shown],
+            y=[point.tokens_per_s for point in shown],
+            text=[str(point) for point in shown],
+            name=scheme,
+            mode="lines+markers",
+            hovertemplate="%{text}<extra></extra>",
+            **_style(index),
         )
     figure.update_layout(height=420)
     return figure

@@ -9,6 +9,7 @@ from typing import Any
 from dspark_lab.records import Metric
 from dspark_lab.report.metrics_log import METRICS_FILE, Curve, Line, curve, read_metrics
 from dspark_lab.report.results import RESULTS_FILE, Results, read_results
+from dspark_lab.report.served import ServedPoint, read_served
 from dspark_lab.serving.frontier_file import FrontierFile
 
 
@@ -19,7 +20,8 @@ class RunResult:
     directory: Path
     results: Results
     lines: tuple[Line, ...] = ()
-    frontier: FrontierFile | None = None
+    frontier: FrontierFile | None = None  # simulated
+    served: tuple[ServedPoint, ...] = ()  # measured in an engine
 
     @property
     def drafter(self) -> str:
@@ -73,7 +75,7 @@ def collect(run_dirs: Sequence[Path | str]) -> Collection:
     for directory in directories:
         try:
             results, lines = read_results(directory), tuple(read_metrics(directory))
-            runs.append(RunResult(directory, results, lines, FrontierFile.load(directory)))
+            runs.append(RunResult(directory, results, lines, FrontierFile.load(directory), read_served(directory)))
         except ValueError as error:
             unreadable[directory] = str(error)
     if not runs:

@@ -17,6 +17,7 @@ from dspark_lab.report.charts import (
     curve_chart,
     frontier_chart,
     rates_chart,
+    served_chart,
     speed_chart,
 )
 from dspark_lab.report.collect import Collection, collect, flatten
@@ -65,7 +66,13 @@ def render_html(collection: Collection, *, title: str) -> str:
         for index, (label, run) in enumerate(zip(run_labels(collection.runs), collection.runs, strict=True))
         if run.frontier
     }
+    served = {
+        f"served_{index}": (label, figure)
+        for index, (label, run) in enumerate(zip(run_labels(collection.runs), collection.runs, strict=True))
+        if (figure := served_chart(run.served))
+    }
     charts = _charts(rows) | {name: frontier_chart(frontier) for name, (_, frontier) in frontiers.items()}
+    charts |= {name: figure for name, (_, figure) in served.items()}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -82,6 +89,7 @@ def render_html(collection: Collection, *, title: str) -> str:
         rates=rates_table(rows),
         conditional_rates=rates_table(rows, conditional=True),
         notes=notes(collection, rows),
+        served=[(name, label) for name, (label, _) in served.items()],
         frontiers=[(name, label, frontier) for name, (label, frontier) in frontiers.items()],
         missing=missing(collection),
         heights={name: figure.layout.height for name, figure in charts.items()},

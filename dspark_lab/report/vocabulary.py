@@ -125,8 +125,25 @@ METRICS: Mapping[str, MetricKind] = {
         "New tokens of all requests / seconds from the first request to the last answer, prefill included. Undefined where "
         "the engine's kernels were interpreted.",
     ),
+    "served_tokens_per_s_per_user": MetricKind(
+        "tokens/s",
+        "Tokens after each request's first / seconds that requests spent decoding. Undefined where kernels were "
+        "interpreted.",
+    ),
     "served_time_to_first_token_s": MetricKind(
-        "s", "Median over the requests of the seconds to the first token. Undefined where kernels were interpreted."
+        "s",
+        "Median over the requests of the seconds from arrival to the first token, waiting included. Undefined where kernels "
+        "were interpreted.",
+    ),
+    # published checkpoints
+    "reproduced_acceptance_length": MetricKind(
+        "tokens/step", "acceptance_length of a published drafter by real decoding here, over the prompts of one domain."
+    ),
+    "published_acceptance_length": MetricKind("tokens/step", "What its authors state for that domain."),
+    "published_agreement": MetricKind(
+        "0 or 1",
+        "1: published_acceptance_length lies within sqrt(2) times the interval of reproduced_acceptance_length, or within "
+        "1 % of it.",
     ),
     # profile
     "profile_step_time_s": MetricKind(

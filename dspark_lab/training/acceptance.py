@@ -50,10 +50,14 @@ class ReplayAcceptance(Callback):
         )
 
 
+DECODE_ACCEPTANCE = "val/decode_acceptance_length"
+
+
 class DecodeAcceptance(Callback):
     """``val/decode_acceptance_length``: real greedy decoding of a few held-out prompts, every so many validations.
 
-    The target runs in this process. ``prompts`` end where the answer begins.
+    The target runs in this process. ``prompts`` end where the answer begins. ``chooses_best``: best checkpoint and early
+    stop go by it, so every validation must have it.
     """
 
     @checked
@@ -64,9 +68,12 @@ class DecodeAcceptance(Callback):
         prompts: Sequence[TokenizedConversation],
         num_prompts: int,
         every_validations: int,
+        chooses_best: bool,
         max_new_tokens: int,
         seed: int,
     ) -> None:
+        if chooses_best and every_validations != 1:
+            raise ValueError(f"chooses_best=true with every_validations={every_validations}: set every_validations=1")
         if num_prompts < 1 or every_validations < 1:
             raise ValueError(
                 f"num_prompts={num_prompts} and every_validations={every_validations} must be at least 1; leave the "
@@ -91,7 +98,7 @@ class DecodeAcceptance(Callback):
             num_draft_tokens=pl_module.num_draft_tokens,
             seed=self.seed,
         )
-        pl_module.log("val/decode_acceptance_length", acceptance_length(result.traces), batch_size=1, sync_dist=True)
+        pl_module.log(DECODE_ACCEPTANCE, acceptance_length(result.traces), batch_size=1, sync_dist=True)
 
 
 class EarlyStop(EarlyStopping):

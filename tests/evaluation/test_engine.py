@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspark_lab.evaluation.engine import Answer, DraftCounters, serve_prompts
+from dspark_lab.evaluation.engine import Answer, DraftCounters, Served, serve_prompts
 from dspark_lab.records import Sampling, TokenizedConversation
 
 METRICS = """\
@@ -39,7 +39,12 @@ def reply(token_ids: list[int], accepted: list[int] | None) -> dict[str, Any]:
     drafting = {"per_step_accepted": accepted, "per_step_drafted": accepted and [3] * len(accepted)}
     return {
         "choices": [{"token_ids": token_ids}],
-        "metrics": {"time_to_first_token_ms": 250.0, "speculative_decoding": drafting},
+        "metrics": {
+            "queue_time_ms": 50.0,
+            "time_to_first_token_ms": 200.0,
+            "generation_time_ms": 500.0,
+            "speculative_decoding": drafting,
+        },
     }
 
 
@@ -71,10 +76,37 @@ def test_an_answer_of_one_token_has_no_verify_step() -> None:
     assert (trace.steps, trace.num_new_tokens) == ((), 1)
 
 
-@pytest.mark.parametrize(("num_tokens", "accepted"), [(5, [1, 0]), (3, [1, 1, 0]), (3, [])])
+@pytest.mark.parametrize(("num_tokens", "accepted"), [(5, [1, 0]), (3, [1, 1, 0])])
 def test_steps_that_do_not_make_up_the_answer_are_refused(num_tokens: int, accepted: list[int]) -> None:
     with pytest.raises(ValueError, match=rf"p: the engine wrote {num_tokens} tokens"):
         Answer.parse(reply(list(range(num_tokens)), accepted)).trace(prompt())
+
+
+@pytest.mark.parametrize("metrics", [None, {"speculative_decoding": {"num_spec_steps": 1}}])
+def test_a_server_that_does_not_tell_its_steps_is_refused(metrics: dict[str, Any] | None) -> None:
+    with pytest.raises(
+        ValueError, match="start it with --enable-per-request-metrics --per-request-spec-decode-metrics"
+    ):
+        Answer.parse({**reply([1, 2], None), "metrics": metrics})
+
+
+def test_speed_and_length_of_what_was_served() -> None:
+    # Of four tokens the first is the prefill's; waiting counts until it. The second step's end lies beyond the answer.
+    answers = (Answer.parse(reply([7, 8, 9, 10], [1, 2])), Answer.parse(reply([7, 2], [0])))
+    found = Served(answers, DraftCounters(3, 9, 3, (2, 1, 0)), time_s=2.0)
+    assert (found.first_token_s, found.tokens_per_s, found.tokens_per_s_per_user) == (0.25, 3.0, 4.0)
+    assert found.acceptance_length == pytest.approx(4 / 3)
+    # A third step, of the plain kind, is not among the steps told.
+    assert (
+        Served((Answer.parse(reply([7, 8, 9, 10], [1])),), DraftCounters(1, 3, 1, (1, 0, 0)), 1.0).acceptance_length
+        is None
+    )
+
+
+def test_the_baseline_drafts_nothing() -> None:
+    plain = Answer.parse(reply([7, 8, 9], None), drafts=False)
+    assert (plain.drafted, plain.accepted, plain.decode_s) == ((), (), 0.5)
+    assert Served((plain,), None, 1.0).acceptance_length == 1.0
 
 
 class FakeServer:

@@ -5,14 +5,17 @@ Target and drafter in fp32 there and here, the drafter from the exported (bf16-r
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from test_smoke import call
 
 from dspark_lab.checkpoint.engines import cpu_faults
+from dspark_lab.cluster.vllm import VllmServer
+from dspark_lab.evaluation.engine import ARGUMENTS, DRAFTING_ARGUMENTS
+from dspark_lab.records import Metric
 from dspark_lab.report.results import read_results
+from dspark_lab.target.resolve import ASSETS
 
 try:
     import vllm  # pyright: ignore[reportMissingImports]
@@ -20,22 +23,19 @@ except ImportError:
     vllm = None
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.gate,
     pytest.mark.vllm,
     pytest.mark.skipif(vllm is None, reason="vllm is not installed: make test-services"),
 ]
 
-TRAINED = ["serve.dtype=float32", "serve.num_prompts=12", "evaluate.max_new_tokens=60"]
-STAGES = "stages=[regenerate,capture,train,export,serve]"
-WINDOW = "drafter.window={tokens:24,origin:query,causal:true,full_layers:[]}"
+SMALL = ["serve.dtype=float32", "serve.num_prompts=12", "evaluate.max_new_tokens=60", "data.train.num_prompts=200"]
+EAGLE3 = ["drafter=eagle3", "trainer.max_steps=40", "data.draft_vocab_size=512", "drafter.feature_norm=joint"]
 # Until more than the first draft token is accepted; of one layer, as vLLM's CPU engine errs with more (last test).
-BLOCKS = ["trainer.max_steps=200", "drafter.num_layers=1"]
-CASES = {
-    "eagle3": ["drafter=eagle3", "trainer.max_steps=40", "data.draft_vocab_size=512", "drafter.feature_norm=joint"],
-    "dflash": ["drafter=dflash", *BLOCKS],
-    "dflash with a window shorter than the context": ["drafter=dflash", *BLOCKS, WINDOW],
+BLOCKS = ["trainer.max_steps=150", "drafter.num_layers=1"]
+BLOCK_CASES = {
+    "dflash": ["drafter=dflash", *BLOCKS, "drafter.window={tokens:24,origin:query,causal:true,full_layers:[]}"],
     "dspark": ["drafter=dspark", *BLOCKS],
 }
+TRAIN = "stages=[regenerate,capture,train,export]"
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("serve")
 
 
-def gate(folder: Path, name: str, *overrides: str) -> tuple[dict[str, Any], str]:
-    """The gate's record and what was printed."""
-    printed = call(folder, *TRAINED, *overrides, f"run.name={name}").stdout
-    return json.loads((folder / "runs" / name / "serve.json").read_text()), printed
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_vllm_takes_the_very_steps_of_our_own_decoding(folder: Path, case: str) -> None:
-    name = case.replace(" ", "-")
-    found, printed = gate(folder, name, *CASES[case], STAGES)
+def check_steps(run: Path, printed: str) -> dict[str, Metric]:
+    """Greedy decoding in the engine took the very steps of our own; returns the run's metrics."""
+    found = json.loads((run / "serve.json").read_text())
     assert found["mismatches"] == []
     for ours, served in zip(found["ours"], found["served"], strict=True):
         assert [(s["position"], s["num_accepted"]) for s in ours["steps"]] == [
@@ -63,13 +56,43 @@ def test_vllm_takes_the_very_steps_of_our_own_decoding(folder: Path, case: str) 
     assert sum(found["counters"]["accepted_at"]) == found["counters"]["accepted_tokens"]
     assert found["counters"]["accepted_at"][1] > 0
     assert "serve: agree: " in printed and "12 of 12 greedy answers are the target's own" in printed
-
-    metrics = {entry.name: entry for entry in read_results(folder / "runs" / name).metrics}
+    metrics = {entry.name: entry for entry in read_results(run).metrics if entry.setting.get("temperature") == 0.0}
     assert metrics["served_acceptance_length"].value == metrics["exported_acceptance_length"].value
     assert metrics["served_agreement"].value == 1.0 and metrics["served_mismatch_rate"].value == 0.0
     assert metrics["served_acceptance_length"].setting["engine"].startswith("vllm")
+    return metrics
+
+
+def test_a_server_that_runs_already_takes_our_steps_and_agrees_when_sampling(folder: Path) -> None:
+    """EAGLE-3, in a server started by the line of its model card, greedily and at temperature 1."""
+    call(folder, *SMALL, *EAGLE3, TRAIN, "run.name=eagle3")
+    run = folder / "runs" / "eagle3"
+    speculative = {"model": str(run / "export"), "num_speculative_tokens": 5, "method": "eagle3"}
+    arguments = ["--dtype", "float32", "--max-model-len", "200", "--generation-config", "vllm"]
+    arguments += ["--speculative-config", json.dumps(speculative), *ARGUMENTS, *DRAFTING_ARGUMENTS]
+    target = str(ASSETS / "tiny")
+    with VllmServer(folder=folder, model=target, arguments=arguments, on_cpu=not torch.cuda.is_available()) as server:
+        served = [*SMALL, *EAGLE3, "stages=[regenerate,serve]", f"serve.endpoint={server.url}", "run.name=eagle3"]
+        sampled_then_greedy = call(folder, "-m", *served, "evaluate.temperature=1.0,0.0").stdout
+    metrics = check_steps(run, sampled_then_greedy)
+    assert metrics["served_tokens_per_s_per_user"].value
+    sampled = {m.name: m.value for m in read_results(run).metrics if m.setting.get("temperature") == 1.0}
+    assert sampled["served_agreement"] == 1.0 and sampled["served_acceptance_length"] > 1.2
+
+
+@pytest.mark.parametrize("drafter", BLOCK_CASES)
+def test_vllm_takes_the_very_steps_of_our_own_decoding(folder: Path, drafter: str) -> None:
+    several = "[1,4]" if drafter == "dflash" else "4"
+    overrides = [*SMALL, *BLOCK_CASES[drafter], f"serve.concurrency={several}", f"run.name={drafter}"]
+    printed = call(folder, *overrides, TRAIN.replace("]", ",serve]")).stdout
+    metrics = check_steps(folder / "runs" / drafter, printed)
     # Interpreted kernels say nothing about speed.
-    assert (metrics["served_tokens_per_s"].value is None) == (case == "dspark")
+    assert (metrics["served_tokens_per_s"].value is None) == (drafter == "dspark")
+    if drafter == "dflash":
+        one, four = json.loads((folder / "runs" / drafter / "serve.json").read_text())["frontier"]
+        assert (one["concurrency"], four["concurrency"]) == (1, 4)
+        assert one["acceptance_length"] == pytest.approx(four["acceptance_length"], rel=0.01)
+        assert min(one["tokens_per_s_per_user"], four["tokens_per_s_per_user"], one["time_to_first_token_s"]) > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of the CPU engine")

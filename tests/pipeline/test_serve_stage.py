@@ -14,6 +14,7 @@ from dspark_lab.evaluation.gate import compare
 from dspark_lab.evaluation.recipe import Serving
 from dspark_lab.pipeline import requested_stages
 from dspark_lab.pipeline.build import build
+from dspark_lab.pipeline.engine import Measured
 from dspark_lab.pipeline.serve import INTERPRETED, gate_metrics, refuse_unservable, serve, speed_metrics
 from dspark_lab.records import Trace, VerifyStep
 
@@ -21,7 +22,8 @@ from dspark_lab.records import Trace, VerifyStep
 def parts(*overrides: str, **rope: Any) -> Any:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = compose("config", list(overrides))
-    return SimpleNamespace(config=config, target=SimpleNamespace(spec=SimpleNamespace(rope_parameters=rope)))
+    target = SimpleNamespace(spec=SimpleNamespace(rope_parameters=rope))
+    return SimpleNamespace(config=config, target=target, serving=build(config, "serve"))
 
 
 def test_not_by_default_and_after_export() -> None:
@@ -41,6 +43,7 @@ def test_the_defaults_can_be_served(drafter: str) -> None:
         (["drafter=dspark", "drafter.markov=gated"], {}, "train with drafter.markov=vanilla"),
         (["drafter=dflash", "drafter.sample_from_anchor=true"], {}, "train with drafter.sample_from_anchor=false"),
         (["drafter=eagle3"], {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (["drafter=eagle3", "serve.num_draft_tokens=[3,adaptive]"], {}, "enable_adaptive_verification for DSpark only"),
     ],
 )
 def test_what_an_engine_cannot_serve_is_refused(overrides: list[str], rope: dict[str, Any], says: str) -> None:
@@ -52,6 +55,36 @@ def test_one_prompt_gives_no_interval() -> None:
     with pytest.raises(ValueError, match="serve: num_prompts=1: an interval needs at least 2"):
         build(parts("serve.num_prompts=1").config, "serve")
     assert isinstance(build(parts().config, "serve"), Serving)
+
+
+def test_a_frontier_is_judged_at_its_most_draft_tokens() -> None:
+    serving = parts("serve.num_draft_tokens=[0,3,8,adaptive]", "serve.concurrency=[4,1]").serving
+    assert (serving.judged, serving.others, serving.concurrency) == (8, (0, 3, "adaptive"), (4, 1))
+    one = parts("serve.num_draft_tokens=3").serving
+    assert (one.judged, one.others, one.concurrency) == (3, (), (1,))
+    assert parts().serving.judged is None  # as many as the drafter drafts
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("serve.num_draft_tokens=[0,adaptive]", "the verdict needs a number above 0"),
+        ("serve.num_draft_tokens=0", "the verdict needs a number above 0"),
+        ("serve.concurrency=[]", "at least one value of each"),
+        ("serve.concurrency=0", "greater than 0"),
+        ("serve.num_draft_tokens=some", "adaptive"),
+    ],
+)
+def test_impossible_frontiers(override: str, says: str) -> None:
+    with pytest.raises(ValueError, match=rf"serve.*{says}"):
+        parts(override)
+
+
+@pytest.mark.parametrize("idle", ["serve.num_draft_tokens=[0,3]", "serve.python=python3", "serve.arguments=[--seed]"])
+def test_what_a_running_server_cannot_obey_is_refused(idle: str) -> None:
+    assert parts("serve.endpoint=http://localhost:1", "serve.num_draft_tokens=3").serving.endpoint
+    with pytest.raises(ValueError, match=r"runs already, so (num_draft_tokens|python|arguments) would have no effect"):
+        parts("serve.endpoint=http://localhost:1", idle)
 
 
 def test_without_an_export_there_is_nothing_to_serve(tmp_path) -> None:
@@ -73,13 +106,14 @@ def test_metrics_say_where_they_come_from() -> None:
 
 
 def test_interpreted_kernels_have_no_speed() -> None:
-    served = Served((Answer((1, 2), (3,), (0,), 0.5),) * 2, DraftCounters(2, 6, 0, (0, 0, 0)), time_s=2.0)
-    known = speed_metrics(served, {}, known=True)
+    served = Served((Answer((1, 2), (3,), (0,), 0.5, 0.25),) * 2, DraftCounters(2, 6, 0, (0, 0, 0)), time_s=2.0)
+    known = speed_metrics(Measured(3, 1, served, {}, interpreted=False))
     assert {entry.name: entry.value for entry in known} == {
         "served_tokens_per_s": 2.0,
+        "served_tokens_per_s_per_user": 4.0,
         "served_time_to_first_token_s": 0.5,
     }
-    unknown = speed_metrics(served, {"undefined": INTERPRETED}, known=False)
+    unknown = speed_metrics(Measured(3, 1, served, {}, interpreted=True))
     assert all(entry.value is None and entry.setting["undefined"] == INTERPRETED for entry in unknown)
 
 

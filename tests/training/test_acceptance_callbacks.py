@@ -12,7 +12,8 @@ from tiny_world import build, document
 from dspark_lab.evaluation.decode import DecodeResult, prompt_only
 from dspark_lab.records import Sampling, TokenizedConversation, Trace, VerifyStep
 from dspark_lab.training import acceptance
-from dspark_lab.training.acceptance import DecodeAcceptance, EarlyStop
+from dspark_lab.training.acceptance import DECODE_ACCEPTANCE, DecodeAcceptance, EarlyStop
+from dspark_lab.training.checkpoints import model_checkpoints
 
 pytestmark = RESUMING
 
@@ -35,7 +36,7 @@ class Decoding:
 
 def decode_acceptance(**overrides: Any) -> DecodeAcceptance:
     prompts = [prompt_only(conversation(name)) for name in "abc"]
-    settings = {"num_prompts": 2, "every_validations": 2, "max_new_tokens": 9, "seed": 3}
+    settings = {"num_prompts": 2, "every_validations": 2, "chooses_best": False, "max_new_tokens": 9, "seed": 3}
     return DecodeAcceptance(target="the target", prompts=prompts, **{**settings, **overrides})  # pyright: ignore
 
 
@@ -64,6 +65,15 @@ def test_decoding_at_every_other_validation(tmp_path: Path, monkeypatch: pytest.
 def test_at_least_one(key: str):
     with pytest.raises(ValueError, match=f"{key}=0"):
         decode_acceptance(**{key: 0})
+
+
+def test_the_best_checkpoint_may_go_by_real_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(acceptance, "evaluate_decode", Decoding())
+    _, best = model_checkpoints(tmp_path / "chosen", DECODE_ACCEPTANCE, every_steps=9)
+    fit(build("dspark"), tmp_path, [decode_acceptance(every_validations=1), best], steps=2)
+    assert best.best_model_score == 4.0 and (tmp_path / "chosen" / "best.ckpt").exists()
+    with pytest.raises(ValueError, match="set every_validations=1"):
+        decode_acceptance(chooses_best=True)
 
 
 class Scores(Callback):
