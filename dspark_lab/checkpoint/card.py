@@ -43,9 +43,15 @@ def target_licence(configured: str | None, folder: Path) -> str | None:
 
 
 def model_card(
-    description: Description, provenance: Provenance, *, verifier: str, serve_command: str, warnings: Sequence[str]
+    description: Description,
+    provenance: Provenance,
+    *,
+    verifier: str,
+    serve_command: str,
+    under_load: str,
+    warnings: Sequence[str],
 ) -> str:
-    """Markdown with the front matter that the Hugging Face hub reads."""
+    """Markdown with the front matter that the Hugging Face hub reads. ``under_load`` is Markdown."""
     licence = provenance.target_licence
     front = {
         **({"license": licence} if licence else {}),
@@ -60,6 +66,7 @@ def model_card(
         f"dspark_lab from the run `{provenance.run}` ({provenance.checkpoint}).",
         "## Serve\n\n```bash\n" + serve_command + "\n```",
         _warnings(warnings),
+        "## Under load\n\n" + under_load,
         "## Target\n\n" + _target(provenance, verifier),
         "## Training\n\n" + _training(provenance, description.algorithm),
         "## Acceptance\n\n" + provenance.acceptance.strip(),

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dspark_lab.checkpoint.description import Algorithm, Description, describe
@@ -102,15 +102,32 @@ def speculative_config(
     return found | ({"enable_adaptive_verification": True} if adaptive else {})
 
 
-def serve_command(description: Description, *, target: str, folder: str) -> str:
-    """The shell line that serves ``target`` with the drafter in ``folder``."""
+def serve_command(
+    description: Description, *, target: str, folder: str, lengths: Sequence[tuple[int, int, int]] = ()
+) -> str:
+    """The shell line that serves ``target`` with the drafter in ``folder``.
+
+    ``lengths``: (first, last, draft tokens) of the requests in a step; none: always as many as it drafts.
+    """
     speculative = speculative_config(
         description,
         folder=folder,
         num_draft_tokens=description.num_draft_tokens,
         verification="block" if description.algorithm == "dspark" else "token",
     )
+    if lengths:
+        speculative["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in lengths]
     command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
     # vLLM chooses the newer runner by itself for DSpark.
     mixed = description.algorithm != "dspark" and needs_newer_runner(description.algorithm, description.options)
     return ("VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else "") + shlex.join(command)
+
+
+def untold(algorithm: Algorithm) -> list[str]:
+    """What of our schedulers vLLM cannot be told, one sentence each."""
+    said = [
+        f"thresholds and step times: vLLM {VLLM_VERSION} takes neither; `enable_adaptive_verification` measures its own"
+    ]
+    if algorithm == "dspark":
+        return [*said, "temperatures of calibration.json: it takes the confidence head's estimates as they are"]
+    return said

@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from dspark_lab.data.sources import HuggingFaceDataset
 from dspark_lab.records import Conversation
 from dspark_lab.validation import checked
 
@@ -68,6 +69,36 @@ class MTBench:
         in_turn = [row for rows in zip_longest(*by_category.values()) for row in rows if row is not None]
         for row in _first(in_turn, self.num_prompts, self.file):
             yield _prompt(f"{row['category']}/{row['question_id']}", row["turns"][0], self.domain)
+
+
+class LongBenchV2:
+    """Questions on long texts with four choices each (Bai et al. 2024, arXiv 2412.15204), from the hub or a local folder.
+
+    ``domain`` of each prompt is its length as the benchmark counts it: short (under 32k words), medium, long (over 128k).
+    ``max_words`` leaves out texts that a target's context does not hold. Raises as HuggingFaceDataset.
+    """
+
+    licence = "Apache-2.0"
+
+    @checked
+    def __init__(self, *, path: str, num_prompts: int, max_words: int | None, revision: str | None = None) -> None:
+        self.num_prompts, self.max_words, self.revision = num_prompts, max_words, revision
+        self.source = HuggingFaceDataset(path=path, split="train", revision=revision)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        rows = (
+            row for row in self.source.rows() if self.max_words is None or len(row["context"].split()) <= self.max_words
+        )
+        given = 0
+        for row in islice(rows, self.num_prompts):
+            choices = "\n".join(f"({letter}) {row[f'choice_{letter}']}" for letter in "ABCD")
+            request = f"{row['context']}\n\n{row['question']}\n\n{choices}\n\nReason about the text, then choose one."
+            yield _prompt(str(row["_id"]), request, str(row["length"]))
+            given += 1
+        if given < self.num_prompts:
+            raise ValueError(
+                f"num_prompts={self.num_prompts}: only {given} texts have at most max_words={self.max_words}"
+            )
 
 
 def package_file(package: str, name: str, *, install: str) -> Path:

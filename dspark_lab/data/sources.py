@@ -12,11 +12,13 @@ from dspark_lab.validation import checked
 class HuggingFaceDataset:
     """One split of a dataset: ``path`` is a hub id, a folder of data files, or a folder that ``save_to_disk`` wrote.
 
-    ``name`` is the dataset's configuration, where it has several. Chat, ShareGPT and prompt-response columns are
+    ``name`` is the dataset's configuration, where it has several; ``file`` is one JSON Lines file of a repository or folder
+    that holds several unlike ones (its only split is ``train``). Chat, ShareGPT and prompt-response columns are
     recognised (``shapes.recognise``); ``columns`` maps others. ``shuffle_seed`` shuffles the rows before the first
     ``num_prompts`` are taken. Ids are hashes of the messages.
 
-    Raises ImportError without the ``datasets`` package; ValueError for a split that is not there, too few rows, columns
+    Raises ImportError without the ``datasets`` package; ValueError for a dataset that cannot be had (with the command that
+    fetches it), a split that is not there, too few rows, columns
     that are not recognised, or a row that cannot be read (named by its number after shuffling).
     """
 
@@ -27,6 +29,7 @@ class HuggingFaceDataset:
         path: str,
         split: str,
         name: str | None = None,
+        file: str | None = None,
         revision: str | None = None,
         num_prompts: int | None = None,
         shuffle_seed: int | None = None,
@@ -38,11 +41,14 @@ class HuggingFaceDataset:
         self.folder = Path(path).expanduser()
         if revision is not None and self.folder.is_dir():
             raise ValueError(f"revision={revision!r} cannot take effect: path={path} is a folder on this machine")
-        self.path, self.split, self.name, self.revision = path, split, name, revision
+        if file is not None and name is not None:
+            raise ValueError(f"name={name!r} cannot take effect: file={file!r} is read as it is")
+        self.path, self.split, self.name, self.file, self.revision = path, split, name, file, revision
         self.num_prompts, self.shuffle_seed = num_prompts, shuffle_seed
         self.columns, self.domain = columns, domain
 
-    def __iter__(self) -> Iterator[Conversation]:
+    def rows(self) -> Any:
+        """The rows that are asked for, as they are."""
         rows = self._load()
         if self.shuffle_seed is not None:
             rows = rows.shuffle(seed=self.shuffle_seed)
@@ -53,6 +59,10 @@ class HuggingFaceDataset:
                     "lower num_prompts"
                 )
             rows = rows.select(range(self.num_prompts))
+        return rows
+
+    def __iter__(self) -> Iterator[Conversation]:
+        rows = self.rows()
         try:
             columns = self.columns or recognise(rows.column_names)
         except ValueError as error:
@@ -73,10 +83,27 @@ class HuggingFaceDataset:
             ) from error
         datasets.disable_progress_bars()  # the stage has its own
         if not any((self.folder / name).exists() for name in ("dataset_dict.json", "state.json")):
-            path = str(self.folder) if self.folder.is_dir() else self.path
-            return datasets.load_dataset(path, self.name, split=self.split, revision=self.revision)
+            try:
+                return datasets.load_dataset(**self._place(), split=self.split)
+            except ValueError:  # a split or configuration that is not there
+                raise
+            except Exception as error:  # not found, offline, no network: each layer below has a family of its own
+                place = self.path if self.file is None else f"{self.path}/{self.file}"
+                raise ValueError(
+                    f"{place} cannot be read: {error}. Fetch it where the hub answers, `hf download {self.path} --repo-type "
+                    "dataset --local-dir FOLDER`, and set path=FOLDER"
+                ) from error
         loaded = datasets.load_from_disk(str(self.folder))
         splits = loaded if isinstance(loaded, datasets.DatasetDict) else {str(loaded.split or "train"): loaded}
         if self.split not in splits:
             raise ValueError(f"split={self.split!r}: {self.path} holds {', '.join(map(str, splits)) or 'none'}")
         return splits[self.split]
+
+    def _place(self) -> dict[str, Any]:
+        """What ``load_dataset`` is asked for."""
+        if self.file is None:
+            path = str(self.folder) if self.folder.is_dir() else self.path
+            return {"path": path, "name": self.name, "revision": self.revision}
+        revision = "" if self.revision is None else f"@{self.revision}"
+        root = str(self.folder) if self.folder.is_dir() else f"hf://datasets/{self.path}{revision}"
+        return {"path": "json", "data_files": f"{root}/{self.file}"}

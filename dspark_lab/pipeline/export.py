@@ -5,11 +5,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dspark_lab.checkpoint.card import Provenance, model_card, target_licence
-from dspark_lab.checkpoint.description import describe
-from dspark_lab.checkpoint.engines import serve_command, unservable
+from dspark_lab.checkpoint.description import Description, describe
+from dspark_lab.checkpoint.engines import VLLM_VERSION, serve_command, unservable, untold
 from dspark_lab.checkpoint.export import write_folder
 from dspark_lab.checkpoint.speculators import config_of, tensors_of
 from dspark_lab.pipeline.distributed import Outcome
+from dspark_lab.pipeline.engine_schedule import EngineSchedule, engine_schedule
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.train import trained
 from dspark_lab.progress import console
@@ -43,17 +44,45 @@ def export(parts: Parts) -> Outcome:
     )
     warnings = unservable(drafter)
     command = serve_command(description, target=verifier, folder=str(folder))
+    schedule = engine_schedule(parts)
+    under_load = _under_load(description, schedule, target=verifier, folder=str(folder))
     num_bytes = write_folder(
         folder,
         config=config_of(description, verifier=verifier, architecture=spec.architecture, dtype=recipe.dtype),
         tensors=tensors_of(drafter, dtype=recipe.torch_dtype, include_target_tensors=recipe.include_target_tensors),
-        model_card=model_card(description, provenance, verifier=verifier, serve_command=command, warnings=warnings),
-        run_card=_run_card(parts, provenance, results.metrics, warnings),
+        model_card=model_card(
+            description,
+            provenance,
+            verifier=verifier,
+            serve_command=command,
+            under_load=under_load,
+            warnings=warnings,
+        ),
+        run_card=_run_card(parts, provenance, results.metrics, warnings)
+        | {"engine_schedule": schedule if isinstance(schedule, str) else asdict(schedule)},
     )
     console.print(f"export: {folder} ({num_bytes / 2**20:.1f} MiB, {recipe.dtype})", soft_wrap=True)
     for warning in warnings:
         console.print(f"[yellow]export: an engine cannot serve this: {warning}[/yellow]")
     return {}, []
+
+
+def _under_load(description: Description, schedule: EngineSchedule | str, *, target: str, folder: str) -> str:
+    """What vLLM can be told of how many tokens to verify, and what it cannot."""
+    lines = []
+    if isinstance(schedule, str):
+        lines.append(f"No lengths by load: {schedule}.")
+    else:
+        command = serve_command(description, target=target, folder=folder, lengths=schedule.ranges)
+        lines.append(
+            f"Draft tokens by the number of requests in a step, predicted ({schedule.basis}):\n\n```bash\n{command}\n```"
+        )
+    if description.algorithm == "dspark":
+        lines.append(
+            'On GPUs, `"enable_adaptive_verification": true` in their place lets vLLM trim each step by the confidences.'
+        )
+    told = "\n".join(f"* {line}" for line in untold(description.algorithm))
+    return "\n\n".join([*lines, f"vLLM {VLLM_VERSION} cannot be told:\n\n{told}"])
 
 
 def _at_checkpoint(results: Results, checkpoint: str) -> Results:

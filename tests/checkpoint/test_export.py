@@ -209,6 +209,7 @@ def card(*, verifier: str = "owner/target", warnings: tuple[str, ...] = (), **ch
         replace(PROVENANCE, **changes),
         verifier=verifier,
         serve_command=command,
+        under_load="By the number of requests: none.",
         warnings=warnings,
     )
 
@@ -225,6 +226,7 @@ def test_the_model_card_says_where_the_drafter_comes_from_and_how_to_serve_it():
     for told in ("apache-2.0; it binds", "seed=3", "max_steps=7", "'ce': 0.1", "| math | 5 | 99 | abc | mit |"):
         assert told in text
     assert PROVENANCE.acceptance in text
+    assert "## Under load\n\nBy the number of requests: none." in text
     assert "cannot serve" not in text
     assert "* markov=gated: no" in card(warnings=("markov=gated: no",))
 
@@ -249,6 +251,11 @@ def test_mixed_windows_of_dflash_ask_for_the_newer_runner():
     window = {"tokens": 8, "origin": "anchor", "causal": False, "full_layers": (1,)}
     described = describe(build("dflash", window=window))
     assert serve_command(described, target="t", folder="f").startswith("VLLM_USE_V2_MODEL_RUNNER=1 vllm serve t ")
+
+
+def test_lengths_by_load_become_the_engines_own_key():
+    command = serve_command(describe(build("eagle3")), target="t", folder="f", lengths=[(1, 8, 3), (9, 256, 0)])
+    assert '"num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 256, 0]]' in command
 
 
 def test_cards_are_json(tmp_path: Path):

@@ -121,3 +121,19 @@ def test_without_the_package_the_mend_is_named(folder, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without_datasets)
     with pytest.raises(ImportError, match=r"pip install 'dspark_lab\[datasets\]'"):
         list(HuggingFaceDataset(path=str(folder), split="train"))
+
+
+def test_one_file_of_a_folder_with_unlike_ones(tmp_path):
+    (tmp_path / "math.jsonl").write_text("".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(3)))
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"conversations": [{"from": "human", "value": "hi"}]}) + "\n")
+    assert contents(HuggingFaceDataset(path=str(tmp_path), split="train", file="math.jsonl")) == ["0?", "1?", "2?"]
+    assert contents(HuggingFaceDataset(path=str(tmp_path), split="train", file="chat.jsonl")) == ["hi"]
+    with pytest.raises(ValueError, match=r"name='main' cannot take effect: file='math\.jsonl'"):
+        HuggingFaceDataset(path=str(tmp_path), split="train", file="math.jsonl", name="main")
+
+
+@pytest.mark.parametrize("file", [None, "math.jsonl"])
+def test_a_dataset_that_cannot_be_had_names_the_command_that_fetches_it(file, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"owner/nothing.*hf download owner/nothing --repo-type dataset --local-dir"):
+        list(HuggingFaceDataset(path="owner/nothing", split="train", file=file))
