@@ -28,12 +28,16 @@ def hydra_main(config: DictConfig) -> float | None:
     from dspark_lab.capture.protocol import CaptureError, EngineUnreachableError
     from dspark_lab.cluster.services import ServiceError
     from dspark_lab.data.live import LiveDataError
+    from dspark_lab.nothere import EXIT_CODE, NotHere
     from dspark_lab.pipeline import run
     from dspark_lab.store.mooncake_admin import MasterUnreachableError
     from dspark_lab.training.launch import RankError
 
     try:
         return run(config)
+    except NotHere as told:
+        print(told, file=sys.stderr)
+        sys.exit(EXIT_CODE)
     except (
         ValueError,
         ImportError,

@@ -38,7 +38,7 @@ NOT_IDENTITY = frozenset(
 )
 NOT_IDENTITY_WITHIN = {
     "trainer": frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"}),
-    "target": frozenset({"serving"}),
+    "target": frozenset({"serving", "facts"}),
     "engine": frozenset(
         {"home", "endpoints", "endpoints_file", "concurrency", "timeout_s", "payload_timeout_s", "patience_s", "probe"}
     ),

@@ -56,6 +56,15 @@ def check_fit(
         "target.layer_ids": (layer_ids, list(target.layer_ids)),
         "data.draft_vocab_size": (found.draft_vocab_size, draft_vocab_size or target.vocab_size),
     }
+    if options.get("attention") is not None:
+        theirs = found.layers
+        own = (theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim, dict(theirs.rope_parameters))
+        names = ("num_heads", "num_kv_heads", "head_dim", "rope_parameters")
+        if tuple(options["attention"][name] for name in names) != own:
+            raise ValueError(
+                f"{place} has attention {dict(zip(names, own, strict=True))}, drafter.attention says another: leave it to "
+                "the checkpoint with drafter.attention=null"
+            )
     if found.mask_token_id is not None:
         pairs["target.mask_token_id"] = (found.mask_token_id, target.mask_token_id)
     if found.options.get("markov", "vanilla") is None:

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Literal
 
+from pydantic import PositiveInt
+
 from dspark_lab.data.answers import SamplingMix
 from dspark_lab.data.prompts import PromptSource, to_prompt
 from dspark_lab.data.screening import OnOverlap, OnTruncated
@@ -19,7 +21,8 @@ class Corpus:
     ``truncated`` says what becomes of training answers that were cut at ``max_new_tokens``; empty ones are always
     dropped. ``overlap`` says what becomes of training conversations that share 13 words in a row with a prompt of the
     benchmark. ``packaged_answers`` names answers shipped with this package, used where this very target wrote them;
-    ``num_checked`` of the greedy ones are written again and compared. ``source`` says whether training reads states from the
+    ``num_checked`` of the greedy ones are written again and compared. Samples with fewer than ``min_supervised_tokens`` are
+    left out. ``source`` says whether training reads states from the
     store or an engine captures them meanwhile.
     """
 
@@ -39,6 +42,7 @@ class Corpus:
         num_checked: int,
         enable_thinking: bool | None,
         draft_vocab_size: int | None,
+        min_supervised_tokens: PositiveInt,
         source: Literal["stored", "live"],
         row_tokens: int,
         rows_per_batch: int,
@@ -67,6 +71,7 @@ class Corpus:
         self.packaged_answers, self.num_checked = packaged_answers, num_checked
         self.enable_thinking = enable_thinking
         self.draft_vocab_size = draft_vocab_size
+        self.min_supervised_tokens = min_supervised_tokens
         self.source = source
         self.row_tokens, self.rows_per_batch = row_tokens, rows_per_batch
         self.num_workers, self.prefetch_factor = num_workers, prefetch_factor

@@ -13,16 +13,20 @@ from dspark_lab.records import Batch, TargetSample, TokenizedConversation
 
 @dataclass(frozen=True, slots=True)
 class SampleOutline:
-    """What packing needs to know of a sample. ``first_supervised`` is None when nothing is supervised."""
+    """What packing needs to know of a sample.
+
+    ``enough_at``: where its supervised tokens become as many as are wanted; None when they do not.
+    """
 
     key: str
     num_tokens: int
-    first_supervised: int | None
+    enough_at: int | None
 
     @classmethod
-    def of(cls, conversation: TokenizedConversation) -> "SampleOutline":
-        supervised = conversation.loss_mask.nonzero()
-        return cls(conversation.key, len(conversation), int(supervised[0]) if supervised.numel() else None)
+    def of(cls, conversation: TokenizedConversation, *, min_supervised_tokens: int = 1) -> "SampleOutline":
+        supervised = conversation.loss_mask.nonzero().flatten()
+        enough = int(supervised[min_supervised_tokens - 1]) if supervised.numel() >= min_supervised_tokens else None
+        return cls(conversation.key, len(conversation), enough)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class PackingCounts:
     duplicates: int
     truncated: int
     skipped_without_supervised_tokens: int
-    skipped_by_truncation: int  # supervised tokens lay only beyond row_tokens
+    skipped_by_truncation: int  # enough of them only beyond row_tokens
 
 
 def select_samples(
@@ -57,15 +61,15 @@ def select_samples(
 ) -> tuple[list[tuple[str, int]], PackingCounts]:
     """(key, length in a row) of each sample to train on, and the counts of all.
 
-    A sample longer than ``row_tokens`` loses its end; one without a supervised token, or left without one by that, is
+    A sample longer than ``row_tokens`` loses its end; one without enough supervised tokens, or left without by that, is
     skipped.
     """
     lengths: dict[str, int] = {}
     duplicates = truncated = without_supervised = by_truncation = 0
     for outline in outlines:
-        if outline.first_supervised is None:
+        if outline.enough_at is None:
             without_supervised += 1
-        elif outline.first_supervised >= row_tokens:
+        elif outline.enough_at >= row_tokens:
             by_truncation += 1
         elif outline.key in lengths:
             duplicates += 1

@@ -23,6 +23,7 @@ from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.decoding.sampling import draw, probabilities
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.divergences import Divergences, diverge
+from dspark_lab.drafter.layers import Attention
 from dspark_lab.drafter.losses import LossTerms, walk_chunks
 from dspark_lab.drafter.objective import Loss, normalisation
 from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
@@ -101,12 +102,14 @@ class Drafter(L.LightningModule):
         borrowed: Borrowed,
         recipe: Recipe,
         num_slots: int,
+        attention: Attention | None,
         head_chunk_tokens: int,
         own_terms: frozenset[str] = frozenset(),
     ) -> None:
-        """``num_slots``: that predict in a block; ``own_terms``: names of ``own_loss_terms``."""
+        """``num_slots``: that predict in a block; ``attention`` None: the target's; ``own_terms``: of ``own_loss_terms``."""
         super().__init__()
-        self.target, self.target_head, self.vocabulary = borrowed.target, borrowed.head, borrowed.vocabulary
+        self.target = attention.instead_of(borrowed.target) if attention else borrowed.target
+        self.target_head, self.vocabulary = borrowed.head, borrowed.vocabulary
         lm_head = self.target_head.lm_head
         self.draft_rows = lm_head if self.vocabulary.is_full else lm_head[self.vocabulary.draft_to_target]
         self.head_rows = self.draft_rows  # a head of its own only in an imported EAGLE-3, whose authors train it

@@ -10,7 +10,15 @@ from dspark_lab.drafter.anchors import Blocks, block_candidates, gather_blocks, 
 from dspark_lab.drafter.attention import Visibility
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rotary, SlidingWindow, layer_config, visible_by_layer
+from dspark_lab.drafter.layers import (
+    Attention,
+    BlockLayer,
+    KeyValue,
+    Rotary,
+    SlidingWindow,
+    layer_config,
+    visible_by_layer,
+)
 from dspark_lab.records import Batch
 
 
@@ -28,6 +36,7 @@ class BlockDrafter(Drafter):
         head_chunk_tokens: int,
         num_layers: int,
         intermediate_size: int | None,
+        attention: Attention | None,
         block_size: int,
         num_anchors: int,
         sample_from_anchor: bool,
@@ -41,12 +50,13 @@ class BlockDrafter(Drafter):
             borrowed=borrowed,
             recipe=recipe,
             num_slots=num_slots,
+            attention=attention,
             head_chunk_tokens=head_chunk_tokens,
             own_terms=own_terms,
         )
         if window is not None:
             window.check(num_layers=num_layers, least=block_size)
-        target = borrowed.target
+        target = self.target
         config = layer_config(target, num_layers=num_layers, intermediate_size=intermediate_size)
         self.block_size, self.num_anchors, self.sample_from_anchor = block_size, num_anchors, sample_from_anchor
         self.num_draft_tokens, self.window_attention = num_slots, window

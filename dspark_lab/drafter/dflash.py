@@ -9,7 +9,7 @@ import torch
 from dspark_lab.drafter.base import Borrowed, Recipe
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.layers import SlidingWindow, initialise
+from dspark_lab.drafter.layers import Attention, SlidingWindow, initialise
 from dspark_lab.records import Proposal, Sampling
 from dspark_lab.validation import checked
 
@@ -25,6 +25,7 @@ class DFlash(BlockDrafter):
         recipe: Recipe,
         num_layers: int,
         intermediate_size: int | None,
+        attention: Attention | None,
         block_size: int,
         num_anchors: int,
         sample_from_anchor: bool,
@@ -37,6 +38,7 @@ class DFlash(BlockDrafter):
             head_chunk_tokens=head_chunk_tokens,
             num_layers=num_layers,
             intermediate_size=intermediate_size,
+            attention=attention,
             block_size=block_size,
             num_anchors=num_anchors,
             sample_from_anchor=sample_from_anchor,

@@ -14,7 +14,7 @@ from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.divergences import Divergences
 from dspark_lab.drafter.heads import ConfidenceHead, MarkovHead, MarkovKind
-from dspark_lab.drafter.layers import SlidingWindow, initialise
+from dspark_lab.drafter.layers import Attention, SlidingWindow, initialise
 from dspark_lab.drafter.losses import confidence_loss
 from dspark_lab.records import Proposal, Sampling
 from dspark_lab.validation import checked
@@ -35,6 +35,7 @@ class DSpark(BlockDrafter):
         recipe: Recipe,
         num_layers: int,
         intermediate_size: int | None,
+        attention: Attention | None,
         block_size: int,
         num_anchors: int,
         sample_from_anchor: bool,
@@ -56,6 +57,7 @@ class DSpark(BlockDrafter):
             head_chunk_tokens=head_chunk_tokens,
             num_layers=num_layers,
             intermediate_size=intermediate_size,
+            attention=attention,
             block_size=block_size,
             num_anchors=num_anchors,
             sample_from_anchor=sample_from_anchor,

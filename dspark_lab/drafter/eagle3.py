@@ -15,6 +15,7 @@ from dspark_lab.drafter.attention import Visibility
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.layers import (
+    Attention,
     ChainLayer,
     KeyValue,
     Rope,
@@ -46,6 +47,7 @@ class Eagle3(Drafter):
         recipe: Recipe,
         num_layers: int,
         intermediate_size: int | None,
+        attention: Attention | None,
         ttt_steps: int,
         num_draft_tokens: int,
         feature_norm: Literal["joint", "layer"] | None,
@@ -55,10 +57,16 @@ class Eagle3(Drafter):
         window: SlidingWindow | None,
         head_chunk_tokens: int,
     ) -> None:
-        super().__init__(borrowed=borrowed, recipe=recipe, num_slots=ttt_steps, head_chunk_tokens=head_chunk_tokens)
+        super().__init__(
+            borrowed=borrowed,
+            recipe=recipe,
+            num_slots=ttt_steps,
+            attention=attention,
+            head_chunk_tokens=head_chunk_tokens,
+        )
         if window is not None:
             window.check(num_layers=num_layers, least=ttt_steps)
-        target = borrowed.target
+        target = self.target
         config = layer_config(target, num_layers=num_layers, intermediate_size=intermediate_size)
         self.ttt_steps, self.num_draft_tokens = ttt_steps, num_draft_tokens
         self.norm_output, self.window_attention = norm_output, window

@@ -1,8 +1,8 @@
 """Decoder layers of drafters, with the parameter names of Qwen3/Llama layers and of the speculators format."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,36 @@ class SlidingWindow:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Heads and rotary positions of a drafter's layers where they are not the target's.
+
+    ``rope_parameters`` as Transformers writes them: {rope_type: default, rope_theta: 10000.0}.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_parameters: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"attention: num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}, and "
+                f"head_dim={self.head_dim} positive"
+            )
+
+    def instead_of(self, target: TargetSpec) -> TargetSpec:
+        """The target as layers with this attention see it."""
+        return replace(
+            target,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope_parameters=dict(self.rope_parameters),
+        )
+
+
 def visible_by_layer(
     window: SlidingWindow | None, full: Visibility, *, ahead: Tensor | int, num_layers: int
 ) -> list[Visibility]:
@@ -53,7 +83,15 @@ def visible_by_layer(
 
 
 def layer_config(target: TargetSpec, *, num_layers: int, intermediate_size: int | None = None) -> Qwen3Config:
-    """A drafter's layers have the target's width, heads and RoPE; only their number and MLP size are its own."""
+    """Layers with the target's width, epsilon and context, and with the heads and RoPE that ``target`` shows them.
+
+    Raises ValueError where the target has none that a drafter's layer could have, and the drafter names none.
+    """
+    if not target.num_attention_heads or not (intermediate_size or target.intermediate_size):
+        raise ValueError(
+            f"the layers of target {target.name} are of another kind than a drafter's: set drafter.attention and "
+            "drafter.intermediate_size"
+        )
     return Qwen3Config(
         hidden_size=target.hidden_size,
         intermediate_size=intermediate_size or target.intermediate_size,

@@ -294,8 +294,8 @@ class Parts:
     def datamodule(self) -> HiddenStateDataModule:
         return HiddenStateDataModule(
             store=self.store,
-            train=[SampleOutline.of(conversation) for conversation in self.tokenized["train"]],
-            validation=[SampleOutline.of(conversation) for conversation in self.tokenized["validation"]],
+            train=self._outlines("train"),
+            validation=self._outlines("validation"),
             row_tokens=self.corpus.row_tokens,
             rows_per_batch=self.corpus.rows_per_batch,
             num_workers=self.corpus.num_workers,
@@ -303,6 +303,10 @@ class Parts:
             seed=self.config.seed,
             live=self.live_data if self.corpus.source == "live" else None,
         )
+
+    def _outlines(self, split: str) -> list[SampleOutline]:
+        least = self.corpus.min_supervised_tokens
+        return [SampleOutline.of(sample, min_supervised_tokens=least) for sample in self.tokenized[split]]
 
     @property
     def live_data(self) -> LiveData:

@@ -96,8 +96,8 @@ def train(parts: Parts) -> Outcome:
 def used_samples(counts: PackingCounts) -> dict[str, Any]:
     """What ``StageRecord`` says of the samples that are trained on, and of those that are not."""
     dropped = {
-        "no supervised token": counts.skipped_without_supervised_tokens,
-        "supervised only beyond row_tokens": counts.skipped_by_truncation,
+        "too few supervised tokens": counts.skipped_without_supervised_tokens,
+        "enough supervised tokens only beyond row_tokens": counts.skipped_by_truncation,
         "same content as another conversation": counts.duplicates,
     }
     return {

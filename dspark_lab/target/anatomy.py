@@ -100,10 +100,10 @@ def read_head(folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype) -> 
     text: Any = config.get_text_config(decoder=True)
     _refuse_other_heads(anatomy, text)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    embedding = _read(folder, names[id(anatomy.embedding.weight)], dtype)
-    norm = _read(folder, names[id(anatomy.norm.weight)], dtype)
+    embedding = read_tensor(folder, names[id(anatomy.embedding.weight)], dtype)
+    norm = read_tensor(folder, names[id(anatomy.norm.weight)], dtype)
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    lm_head = embedding if tied else _read(folder, names[id(anatomy.lm_head.weight)], dtype)
+    lm_head = embedding if tied else read_tensor(folder, names[id(anatomy.lm_head.weight)], dtype)
     if embedding is None or norm is None or lm_head is None:
         return None
     return TargetHead(embedding, norm, text.rms_norm_eps, lm_head)
@@ -140,7 +140,8 @@ def _is_plain_rms_norm(norm: nn.Module, eps: float) -> bool:
         return torch.allclose(trial(state), F.rms_norm(state, trial.weight.shape, trial.weight, eps), atol=1e-5)
 
 
-def _read(folder: Path, name: str, dtype: torch.dtype) -> Tensor | None:
+def read_tensor(folder: Path, name: str, dtype: torch.dtype) -> Tensor | None:
+    """Out of the folder's safetensors files; None when no file holds it."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)

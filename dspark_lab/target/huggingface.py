@@ -22,12 +22,13 @@ from transformers import (
 from dspark_lab.records import Conversation, Sampling, TargetSample, TargetSpec, TokenizedConversation
 from dspark_lab.target.anatomy import borrow_head, dissect, read_head, recording
 from dspark_lab.target.batch_verifier import HuggingFaceBatchVerifier
-from dspark_lab.target.chat import tokenize_prompt
+from dspark_lab.target.chat import template_hash, tokenize_prompt
+from dspark_lab.target.facts import Facts
 from dspark_lab.target.generation import generate_answers
 from dspark_lab.target.precision import Dtype, resolve_device, resolve_dtype
 from dspark_lab.target.protocol import TargetHead
 from dspark_lab.target.resolve import Resolved, Source, resolve
-from dspark_lab.target.specification import build_spec, refuse_too_long
+from dspark_lab.target.specification import build_spec, refuse_too_long, resolve_layer_ids, resolve_mask_token_id
 from dspark_lab.target.verifier import HuggingFaceVerifier, refuse_recurrent
 from dspark_lab.validation import checked
 
@@ -39,6 +40,7 @@ class HuggingFaceTarget:
 
     Args:
         name: what reports call it.
+        facts: of its config, instead of its own file: for a class that Transformers lacks.
         model: folder, shipped target or hub id. It and ``revision``, ``source``, ``package``, ``package_sha256`` are
             those of ``resolve``.
         layer_ids: states entering these decoder layers are captured; None: [2, n//2, n-3].
@@ -73,8 +75,9 @@ class HuggingFaceTarget:
         batch_size: int = 32,
         seed: int = 0,
         enable_thinking: bool | None = None,
+        facts: Facts | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.facts = name, facts
         self.model_name = model
         self.home = home.expanduser()
         self.revision = revision
@@ -112,8 +115,8 @@ class HuggingFaceTarget:
 
     @property
     def spec(self) -> TargetSpec:
-        """Read from config and tokenizer; no weights."""
-        return self._spec
+        """Read from config (or facts) and tokenizer; no weights."""
+        return self._spec if self.facts is None else self._told
 
     @cached_property
     def _spec(self) -> TargetSpec:
@@ -128,6 +131,25 @@ class HuggingFaceTarget:
             mask_token_id=self.mask_token_id,
             enable_thinking=self.enable_thinking,
             generation_config=GenerationConfig.from_pretrained(self.resolved.folder) if has_file else None,
+        )
+
+    @cached_property
+    def _told(self) -> TargetSpec:
+        assert self.facts is not None
+        facts = self.facts
+        return facts.spec(
+            name=self.name,
+            model=self.model_name,
+            layer_ids=resolve_layer_ids(self.layer_ids, num_layers=facts.num_layers),
+            mask_token_id=resolve_mask_token_id(
+                self.mask_token_id,
+                tokenizer=self.tokenizer,
+                vocab_size=facts.vocab_size,
+                eos_token_ids=facts.eos_token_ids,
+            ),
+            revision=self.resolved.revision,
+            fingerprint=self.resolved.fingerprint,
+            template_hash=template_hash(self.tokenizer, enable_thinking=self.enable_thinking),
         )
 
     @cached_property
@@ -155,6 +177,8 @@ class HuggingFaceTarget:
         Before, they are read from the files alone, where these hold them by name.
         """
         if "model" not in self.__dict__:
+            if self.facts is not None and self.facts.tensors is not None:
+                return self.facts.read_head(self.resolved.folder, dtype=self.dtype).to(self.device)
             head = read_head(self.resolved.folder, self.config, dtype=self.dtype)
             if head is not None:
                 return head.to(self.device)

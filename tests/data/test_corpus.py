@@ -22,6 +22,7 @@ def corpus(**settings) -> Corpus:
         "num_checked": 0,
         "enable_thinking": None,
         "draft_vocab_size": None,
+        "min_supervised_tokens": 1,
         "row_tokens": 64,
         "rows_per_batch": 1,
         "num_workers": 0,

@@ -93,8 +93,10 @@ def test_the_outline_of_a_conversation():
     mask = torch.tensor([False, False, True, False, True])
     conversation = TokenizedConversation("c", torch.arange(5), mask)
     assert SampleOutline.of(conversation) == SampleOutline(conversation.key, 5, 2)
+    assert SampleOutline.of(conversation, min_supervised_tokens=2).enough_at == 4
+    assert SampleOutline.of(conversation, min_supervised_tokens=3).enough_at is None
     silent = TokenizedConversation("c", torch.arange(5), torch.zeros(5, dtype=torch.bool))
-    assert SampleOutline.of(silent).first_supervised is None
+    assert SampleOutline.of(silent).enough_at is None
 
 
 def test_collation_of_two_rows():

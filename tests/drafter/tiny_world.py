@@ -60,7 +60,13 @@ VOCABULARIES = {
 
 CONF = Path(dspark_lab.__file__).parents[1] / "conf"
 
-_COMMON: dict[str, Any] = {"num_layers": 2, "intermediate_size": None, "head_chunk_tokens": 8, "window": None}
+_COMMON: dict[str, Any] = {
+    "num_layers": 2,
+    "intermediate_size": None,
+    "head_chunk_tokens": 8,
+    "window": None,
+    "attention": None,
+}
 _BLOCK: dict[str, Any] = {**_COMMON, "block_size": 4, "num_anchors": ALL}
 _EAGLE: dict[str, Any] = {"feature_norm": None, "norm_before_residual": False, "norm_output": False, "qk_norm": False}
 _DSPARK: dict[str, Any] = {"markov": "vanilla", "markov_rank": 6, "markov_init": "paper", "confidence": True}
