@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.rehearsal import replaced, table_of
 from dspark_lab.pipeline.report import compare
 from dspark_lab.pipeline.serve import refuse_unservable
 from dspark_lab.pipeline.stages import STAGES
@@ -41,8 +42,9 @@ def run(config: DictConfig) -> float | None:
         return None
     resolved = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     choices = {str(group): str(choice) for group, choice in HydraConfig.get().runtime.choices.items()}
+    experiment = "-".join(choices[group] for group in ("experiment", "rehearse") if group in choices) or None
     name, config_hash = name_run(
-        resolved, experiment=choices.get("experiment"), drafter=choices["drafter"], num_ranks=count_ranks(config)
+        resolved, experiment=experiment, drafter=choices["drafter"], num_ranks=count_ranks(config)
     )
     place = settle(stages, config)
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -97,6 +99,9 @@ def carry_out(stages: Sequence[str], parts: Parts) -> float | None:
         refuse_unservable(parts)
     if parts.config.about:
         console.print(parts.config.about)
+    if "rehearse" in parts.info.choices:
+        hydra = HydraConfig.get()
+        console.print(table_of(replaced(str(hydra.job.config_name), list(hydra.overrides.task))))
     console.print(f"[bold]{parts.run.name}[/bold]: {' -> '.join(stages)} in {parts.run.directory}")
     OmegaConf.save(parts.config, parts.run.directory / "config.yaml", resolve=True)
     acceptance = None

@@ -1,11 +1,11 @@
 """What ``+rehearse=`` changes of an experiment: the same command is composed once more without it, and compared."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hydra import compose
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 from rich.table import Table
 
 OVERLAY = "+rehearse="
@@ -21,12 +21,8 @@ class Replaced:
     rehearsal: Any
 
 
-def rehearsed(overrides: Sequence[str]) -> bool:
-    return any(override.startswith(OVERLAY) for override in overrides)
-
-
 def replaced(config_name: str, overrides: Sequence[str]) -> list[Replaced]:
-    """The differences between ``overrides`` with and without the rehearsal; needs Hydra to be initialised."""
+    """The differences between ``overrides`` with and without the rehearsal; Hydra must be initialised."""
     without, there = _composed(config_name, [each for each in overrides if not each.startswith(OVERLAY)])
     within, here = _composed(config_name, overrides)
     groups = [
@@ -34,14 +30,9 @@ def replaced(config_name: str, overrides: Sequence[str]) -> list[Replaced]:
         for group in sorted(there | here)
         if group != "rehearse" and there.get(group) != here.get(group)
     ]
-    covered = tuple(f"{each.key.replace('/', '.')}." for each in groups)
-    before, after = _leaves(without), _leaves(within)
-    keys = [
-        Replaced(key, before.get(key), after.get(key))
-        for key in {**before, **after}
-        if before.get(key) != after.get(key) and not f"{key}.".startswith(covered) and key not in TEXTS
-    ]
-    return [*groups, *keys]
+    told = tuple(f"{each.key.replace('/', '.')}." for each in groups)
+    keys = [each for each in _differences(without, within) if not f"{each.key}.".startswith(told)]
+    return [*groups, *(each for each in keys if each.key not in TEXTS)]
 
 
 def table_of(found: Sequence[Replaced]) -> Table:
@@ -51,28 +42,23 @@ def table_of(found: Sequence[Replaced]) -> Table:
     return table
 
 
-def _composed(config_name: str, overrides: Sequence[str]) -> tuple[DictConfig, Mapping[str, str]]:
+def _composed(config_name: str, overrides: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Values as written: an interpolation is compared as such, so that a changed fact is named once."""
     config = compose(config_name, list(overrides), return_hydra_config=True)
     choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items() if not str(k).startswith("hydra/")}
-    with open_dict(config):
-        del config["hydra"]
-    return config, choices
+    values: Any = OmegaConf.to_container(config, resolve=False)
+    return {key: value for key, value in values.items() if key != "hydra"}, choices
 
 
-def _leaves(config: DictConfig) -> dict[str, Any]:
-    """Key with dots -> value as written: an interpolation is compared as such, so a changed fact is named once."""
-    found: dict[str, Any] = {}
-
-    def walk(node: Any, prefix: str) -> None:
-        if isinstance(node, dict) and node:
-            for key, value in node.items():
-                walk(value, f"{prefix}.{key}" if prefix else str(key))
-        else:
-            found[prefix] = node
-
-    walk(OmegaConf.to_container(config, resolve=False), "")
-    return found
+def _differences(before: Any, after: Any, key: str = "") -> Iterator[Replaced]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name in {**before, **after}:
+            yield from _differences(before.get(name), after.get(name), f"{key}.{name}" if key else str(name))
+    elif before != after:
+        yield Replaced(key, before, after)
 
 
 def _told(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_told(each)}" for name, each in value.items())
     return "–" if value is None else str(value)
