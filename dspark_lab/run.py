@@ -34,6 +34,7 @@ NOT_IDENTITY = frozenset(
         "hardware",
         "traces",
         "simulate",
+        "plan",
     }
 )
 NOT_IDENTITY_WITHIN = {

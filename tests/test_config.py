@@ -94,7 +94,7 @@ def test_every_hardware_builds(option: str) -> None:
     assert build(composed(f"hardware={option}", *path), "hardware").name == option
 
 
-BUILDABLE = ["data", "benchmark", "evaluate", "export", "loss", "optimizer", "lr_schedule", "engine", "profile"]
+BUILDABLE = ["data", "benchmark", "evaluate", "export", "loss", "optimizer", "lr_schedule", "engine", "profile", "plan"]
 
 
 @pytest.mark.parametrize("experiment", [file.stem for file in sorted((config_folder() / "experiment").glob("*.yaml"))])
@@ -151,7 +151,7 @@ def test_stages_keep_the_order_of_the_way_through() -> None:
     for wrong in ("serv", ["train", "trian"], []):
         with pytest.raises(
             ValueError,
-            match="regenerate, capture, train, evaluate, calibrate, export, serve, profile, simulate, report",
+            match="plan, doctor, regenerate, capture, train, evaluate, calibrate, export, serve, profile, simulate, report",
         ):
             requested_stages(wrong)
 

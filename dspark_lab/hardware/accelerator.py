@@ -84,6 +84,7 @@ class Accelerator:
         memory_bytes: usable, as the device reports it.
         flops: multiply-adds count two, by number format.
         link_bytes_per_s: one direction.
+        network_bytes_per_s: of a GPU's own network card, one direction; None: it has none.
         link_domain: GPUs that it connects; ``gpus_per_node``: of them in one machine.
         allreduce_floor_s: latency of one all-reduce by number of GPUs; the largest number given stands for larger ones.
         costs: before any calibration.
@@ -96,6 +97,7 @@ class Accelerator:
     memory_bytes_per_s: PositiveFloat
     flops: Mapping[Number, PositiveFloat]
     link_bytes_per_s: PositiveFloat | None
+    network_bytes_per_s: PositiveFloat | None
     link_domain: PositiveInt
     gpus_per_node: PositiveInt
     allreduce_floor_s: Mapping[int, NonNegativeFloat]

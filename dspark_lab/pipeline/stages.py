@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dspark_lab.pipeline.calibrate import calibrate
 from dspark_lab.pipeline.capture import capture
 from dspark_lab.pipeline.distributed import Outcome
+from dspark_lab.pipeline.doctor import doctor
 from dspark_lab.pipeline.evaluate import evaluate
 from dspark_lab.pipeline.export import export
 from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.plan import plan
 from dspark_lab.pipeline.profile import profile
 from dspark_lab.pipeline.regenerate import regenerate
 from dspark_lab.pipeline.report import report
@@ -19,6 +21,8 @@ from dspark_lab.pipeline.simulate import simulate
 from dspark_lab.pipeline.train import train
 
 STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
+    "plan": plan,
+    "doctor": doctor,
     "regenerate": regenerate,
     "capture": capture,
     "train": train,

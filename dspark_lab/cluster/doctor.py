@@ -1,0 +1,79 @@
+"""Is this machine fit for what a config asks of it? Checks that are quick and change nothing, each with its mend.
+
+A check is a function of a ``Patient`` (what the config asks, and how to look at the machine). One that fails, or breaks,
+never stops the others.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dspark_lab.cluster.doctor_look import Look
+
+State = Literal["ok", "warned", "failed", "skipped"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """*warned*: may work, look at it; *failed*: will not work; *skipped*: nothing here asks for it."""
+
+    check: str
+    state: State
+    told: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the config needs of a machine. ``architecture`` and ``gpus_per_node`` of its hardware; None: any."""
+
+    gpus_per_node: int
+    gpu_bytes: float
+    architecture: str | None
+    several_machines: bool
+    needs_mooncake: bool
+    needs_vllm: bool
+    mooncake_runs: bool  # started by others: it must answer; else its ports must be free
+    master_address: str | None
+    admin_url: str | None
+    protocol: str
+    rdma_devices: str
+    advertised: str  # address of this machine that others are told
+    segment_bytes: int
+    buffer_bytes: int
+    endpoints: Sequence[str]
+    model: str
+    num_layer_ids: int
+    disk_bytes: float
+    home: str
+    wandb: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patient:
+    """``look``: how to see the machine; tests give it faults."""
+
+    asked: Asked
+    look: Look
+    environment: Mapping[str, str]
+
+
+Check = Callable[[Patient], Sequence[Finding]]
+
+
+def examine(patient: Patient, checks: Mapping[str, Check]) -> list[Finding]:
+    """Findings of all checks, in their order. A check that breaks is a failed one."""
+    found: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            found += check(patient)
+        except Exception as error:
+            found.append(
+                Finding(
+                    check=name,
+                    state="failed",
+                    told=f"could not be checked: {type(error).__name__}: {error}",
+                    mend="look at it by hand, and tell us: a check should not break",
+                )
+            )
+    return found
