@@ -63,7 +63,21 @@ def refuse_swept_stages(arguments: Sequence[str]) -> None:
             sys.exit(f"error: {argument} sweeps over stages; several stages of one run are a list: 'stages=[{stages}]'")
 
 
+OVERLAYS = ("+experiment=", "+sweep=", "+rehearse=")
+"""Groups laid over the config, each over those before it."""
+
+
+def in_order(arguments: Sequence[str]) -> list[str]:
+    """Hydra lets the later of two overlays win; so they get one order, however they were typed."""
+
+    def rank(argument: str) -> int:
+        return next((rank for rank, overlay in enumerate(OVERLAYS, start=1) if argument.startswith(overlay)), 0)
+
+    return sorted(arguments, key=rank)
+
+
 def main() -> None:
+    sys.argv[1:] = in_order(sys.argv[1:])
     refuse_swept_stages(sys.argv[1:])
     hydra_main()
 

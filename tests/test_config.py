@@ -36,12 +36,13 @@ def composed(*overrides: str) -> DictConfig:
 def test_every_option_composes_and_resolves(group: str, option: str) -> None:
     if group == "traces/published":  # an option of traces in a folder of its own
         group, option = "traces", f"published/{option}"
-    prefix = "+" if group == "experiment" else ""
+    prefix = "+" if group in ("experiment", "rehearse") else ""
     missing = ["target.model=x"] if option == "hf" else []
     missing += ["data.train.path=a", "data.validation.path=b"] if option == "jsonl" else []
     missing += ["hardware.path=a"] if (group, option) == ("hardware", "measured") else []
     missing += ["data.train.path=a", "data.validation.split=b"] if (group, option) == ("data", "huggingface") else []
-    config = composed(f"{prefix}{group}={option}", *missing)
+    below = [f"+experiment=kimi_k3_{option.partition('_')[2] or 'dspark'}"] if group == "rehearse" else []
+    config = composed(*below, f"{prefix}{group}={option}", *missing)
     assert OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
 
 
@@ -110,6 +111,8 @@ def test_every_experiment_builds_what_needs_no_target(experiment: str) -> None:
     from_the_run: dict[str, Any] = {"engine": {"cluster": None, "namespace": "run"}} if servers else {}
     for key in BUILDABLE:
         assert build(config, key, **from_the_run.get(key, {})) is not None, key
+    ranks = config.trainer.num_nodes * (config.trainer.devices if isinstance(config.trainer.devices, int) else 1)
+    build(config, "loss").check_batches(world_size=ranks, accumulate=config.trainer.accumulate)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.here import before_job, in_this_process
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.published import require_what_was_published
+from dspark_lab.pipeline.rehearsal import replaced, table_of
 from dspark_lab.pipeline.report import compare
 from dspark_lab.pipeline.serve import refuse_unservable
 from dspark_lab.pipeline.slurm import hand_over, write_job
@@ -44,8 +45,9 @@ def run(config: DictConfig) -> float | None:
         return None
     resolved = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     choices = {str(group): str(choice) for group, choice in HydraConfig.get().runtime.choices.items()}
+    experiment = "-".join(choices[group] for group in ("experiment", "rehearse") if group in choices) or None
     name, config_hash = name_run(
-        resolved, experiment=choices.get("experiment"), drafter=choices["drafter"], num_ranks=count_ranks(config)
+        resolved, experiment=experiment, drafter=choices["drafter"], num_ranks=count_ranks(config)
     )
     place = settle(stages, config)
     L.seed_everything(config.seed, workers=True, verbose=False)
@@ -106,6 +108,9 @@ def carry_out(stages: Sequence[str], parts: Parts) -> float | None:
         console.print(parts.config.about)
     if parts.published is not None:
         require_what_was_published(parts)
+    if "rehearse" in parts.info.choices:
+        hydra = HydraConfig.get()
+        console.print(table_of(replaced(str(hydra.job.config_name), list(hydra.overrides.task))))
     console.print(f"[bold]{parts.run.name}[/bold]: {' -> '.join(stages)} in {parts.run.directory}")
     OmegaConf.save(parts.config, parts.run.directory / "config.yaml", resolve=True)
     acceptance = None

@@ -124,8 +124,10 @@ class Accounting(Callback):
 class StepProgress(Callback):
     """One bar over all optimizer steps, with the newest loss and acceptance; Lightning's own starts anew every epoch."""
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def __init__(self) -> None:
         self._progress = bar()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._progress.start()
         self._task = self._progress.add_task("train", total=trainer.max_steps, completed=trainer.global_step, note="")
 
