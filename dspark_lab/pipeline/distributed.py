@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.sweep import job_overrides
 from dspark_lab.progress import console
 from dspark_lab.records import Metric
 from dspark_lab.training.launch import launch
@@ -88,7 +89,7 @@ def rank_command(parts: Parts) -> list[str]:
     return [
         *(sys.executable, "-m", "dspark_lab"),
         *(f"--config-dir={folder}" for folder in folders),
-        *hydra.overrides.task,
+        *job_overrides(),
         "stages=train",
         f"run.root={_quoted(parts.run.directory.parent.absolute())}",
         f"run.name={_quoted(parts.run.directory.name)}",

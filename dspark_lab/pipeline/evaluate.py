@@ -5,14 +5,15 @@ from dataclasses import asdict
 from typing import Any
 
 from dspark_lab.evaluation.acceptance import acceptance_metrics
-from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode, prompt_only
+from dspark_lab.evaluation.decode import Timing, evaluate_decode, prompt_only, save_timing
+from dspark_lab.evaluation.examples import Example, choose, explain, save_examples
 from dspark_lab.evaluation.replay import evaluate_replay
 from dspark_lab.evaluation.traces import save_traces
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.train import trained
 from dspark_lab.progress import track
-from dspark_lab.records import Metric, Trace
+from dspark_lab.records import Metric, TokenizedConversation, Trace
 from dspark_lab.report.vocabulary import metric
 
 
@@ -59,29 +60,43 @@ def evaluate(parts: Parts) -> Outcome:
             progress=track,
         )
         traces["measured"] = decoded.traces
+        save_timing(parts.run.directory, decoded.timing)
         here = {**setting, "engine": "huggingface"}  # decoding is this process's, whoever captured
-        metrics += loop_metrics(decoded, here)
+        metrics += loop_metrics(decoded.mismatch_rate, decoded.timing, here, num_prompts=len(decoded.traces))
         metrics += acceptance_metrics(decoded.traces, setting=here, origin="measured", seed=recipe.seed)
-    save_traces(parts.run.traces, traces)
+        save_traces(parts.run.traces, traces)
+    save_examples(parts.run.directory, examples_of(parts, traces, prompts))
     counted = traces.get("replayed", traces.get("measured", ()))
     record = {"num_in": len(counted) + sum(dropped.values()), "num_out": len(counted), "dropped": dropped}
     return {**record, "unit": "prompts"}, metrics
 
 
-def loop_metrics(decoded: DecodeResult, setting: Mapping[str, Any]) -> list[Metric]:
+def examples_of(
+    parts: Parts, traces: Mapping[str, Sequence[Trace]], prompts: Sequence[TokenizedConversation]
+) -> list[Example]:
+    """Of real decoding where there is some, else of replay."""
+    origin = "measured" if "measured" in traces else "replayed"
+    texts = {conversation.id: prompt_only(conversation).token_ids.tolist() for conversation in prompts}
+    decode = parts.target.tokenizer.decode
+    return [
+        explain(
+            trace, prompt=str(decode(texts[trace.prompt_id])), origin=origin, piece=lambda token: str(decode([token]))
+        )
+        for trace in choose(traces[origin], parts.evaluation.num_examples)
+    ]
+
+
+def loop_metrics(
+    mismatch_rate: float | None, timing: Timing | None, setting: Mapping[str, Any], *, num_prompts: int
+) -> list[Metric]:
     """Speed and text equality of real decoding."""
     found = []
-    if decoded.mismatch_rate is not None:
-        found.append(metric("greedy_mismatch_rate", decoded.mismatch_rate, origin="measured", setting=setting,
-                            num_samples=len(decoded.traces)))  # fmt: skip
-    if decoded.timing is not None:
-        speeds = {
-            "loop_tokens_per_s": decoded.timing.speculative_tokens_per_s,
-            "loop_plain_tokens_per_s": decoded.timing.plain_tokens_per_s,
-            "loop_speedup": decoded.timing.speedup,
-        }
+    if mismatch_rate is not None:
+        found.append(metric("greedy_mismatch_rate", mismatch_rate, origin="measured", setting=setting,
+                            num_samples=num_prompts))  # fmt: skip
+    if timing is not None:
         found += [
-            metric(name, value, origin="measured", setting=setting, num_samples=len(decoded.timing.prompts))
-            for name, value in speeds.items()
+            metric(name, value, origin="measured", setting=setting, num_samples=len(timing.prompts))
+            for name, value in timing.speeds.items()
         ]
     return found

@@ -1,5 +1,6 @@
 """Stage *report*: the comparison of runs."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -25,3 +26,7 @@ def compare(config: DictConfig, opened: Run | None = None) -> None:
     if config.expect:
         console.print(config.expect)
     console.print(f"report: {path}")
+
+
+READERS: Mapping[str, Callable[[DictConfig, Run | None], None]] = {"report": compare}
+"""Stages that only read runs, and need none of their own where ``report.runs`` names some."""
