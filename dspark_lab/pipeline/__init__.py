@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.forecast import forecast
+from dspark_lab.pipeline.logging import logged
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.report import READERS
 from dspark_lab.pipeline.serve import refuse_unservable
@@ -86,7 +87,10 @@ def carry_out_run(config: DictConfig, info: RunInfo, stages: Sequence[str]) -> f
         ) as opened,
         closing(Parts(config, opened, info, place)) as parts,
     ):
-        return carry_out(stages, parts) if place.leads else take_part(parts, STAGES["train"])
+        if not place.leads:
+            return take_part(parts, STAGES["train"])
+        with logged(parts):
+            return carry_out(stages, parts)
 
 
 def settle(stages: Sequence[str], config: DictConfig) -> Place:

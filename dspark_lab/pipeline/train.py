@@ -12,6 +12,7 @@ from dspark_lab.drafter.base import Drafter
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.callbacks import build_callbacks
 from dspark_lab.pipeline.distributed import Outcome, must_launch, train_as_group
+from dspark_lab.pipeline.logging import logged_job
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console
 from dspark_lab.report.lightning_logger import JsonLinesLogger
@@ -45,7 +46,7 @@ def train(parts: Parts) -> Outcome:
         watchers.append(watch)
     loggers = [
         JsonLinesLogger(directory=parts.run.directory),
-        build(parts.config, "logger", run_dir=parts.run.directory, run_name=parts.run.name),
+        build(parts.config, "logger", job=logged_job(parts)),
     ]
     trainer: L.Trainer = build(
         parts.config,
@@ -73,7 +74,8 @@ def train(parts: Parts) -> Outcome:
     finally:
         data.close()
         parts.end_capture()
-        finish_wandb(failed=failed)
+        if parts.place.group_folder is not None:  # what follows is another process's
+            finish_wandb(failed=failed)
     metrics = [
         metric("num_parameters", sum(p.numel() for p in drafter.parameters()), origin="measured"),
         metric("num_train_steps", trainer.global_step, origin="measured"),

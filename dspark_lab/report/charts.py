@@ -12,6 +12,8 @@ from dspark_lab.serving.frontier_file import FrontierFile
 # Dark enough for 4.5 : 1 on white, and told apart without colour vision by the marker.
 COLOURS = ("#0b5cad", "#b04a00", "#00705c", "#8a2f7d", "#6b5900", "#4b5563", "#a3123a", "#245b1f")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
+MIN_ROUNDS = 20
+"""Of a bin that the reliability diagram shows."""
 INK, SOFT, GRID = "#1f2933", "#5f6b78", "#e3e7ec"
 
 
@@ -146,7 +148,8 @@ def reliability_chart(found: Sequence[Reliability]) -> go.Figure:
             if entry.after
             else ((entry.before, "solid", True),)
         )
-        for bars, dash, named in kinds:
+        for all_bars, dash, named in kinds:
+            bars = [bar for bar in all_bars if bar.num_rounds >= MIN_ROUNDS]
             style = _style(index)
             style["line"] = style["line"] | {"dash": dash}
             figure.add_scatter(

@@ -10,7 +10,7 @@ from typing import Any
 
 from dspark_lab.report.collect import Collection, flatten
 from dspark_lab.report.comparison import differing_settings
-from dspark_lab.report.vocabulary import metric_kind
+from dspark_lab.report.vocabulary import ORIGINS, metric_kind
 
 FIRST = (
     "run",
@@ -62,15 +62,18 @@ def wandb_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
         found = read_offline_run(file)
         config, summary = found.get("config", {}), found.get("summary", {})
         common = {
-            "run": found.get("displayName") or found.get("display_name") or file.stem.removeprefix("run-"),
+            "run": found.get("name") or file.stem.removeprefix("run-"),
             "source": str(file),
             "drafter": _value(config, "drafter_name"),
             "target": _value(config, "target_name"),
             "seed": _value(config, "seed"),
         }
-        for name, value in flatten(summary).items():
-            if isinstance(value, int | float) and not name.startswith("_"):
-                rows.append(common | {"metric": name, "value": value, "unit": _unit(name)})
+        for key, value in summary.items():  # tables and media are mappings
+            if isinstance(value, int | float) and not key.startswith("_"):
+                name, _, origin = key.rpartition("/")
+                if origin not in ORIGINS:
+                    name, origin = key, None  # a curve's last point
+                rows.append(common | {"metric": name, "value": value, "unit": _unit(name), "origin": origin})
     return rows
 
 
