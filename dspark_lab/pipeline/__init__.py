@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.forecast import forecast
-from dspark_lab.pipeline.logging import logged
+from dspark_lab.pipeline.logged import logged
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.report import READERS
 from dspark_lab.pipeline.serve import refuse_unservable

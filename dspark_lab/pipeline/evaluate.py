@@ -64,7 +64,7 @@ def evaluate(parts: Parts) -> Outcome:
         here = {**setting, "engine": "huggingface"}  # decoding is this process's, whoever captured
         metrics += loop_metrics(decoded.mismatch_rate, decoded.timing, here, num_prompts=len(decoded.traces))
         metrics += acceptance_metrics(decoded.traces, setting=here, origin="measured", seed=recipe.seed)
-        save_traces(parts.run.traces, traces)
+    save_traces(parts.run.traces, traces)
     save_examples(parts.run.directory, examples_of(parts, traces, prompts))
     counted = traces.get("replayed", traces.get("measured", ()))
     record = {"num_in": len(counted) + sum(dropped.values()), "num_out": len(counted), "dropped": dropped}

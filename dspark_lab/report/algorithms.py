@@ -124,6 +124,7 @@ def row_traces(row: Row, how: str) -> list[tuple[Trace, ...]]:
 def _merged(group: Sequence[Row], label: str) -> Row:
     if len(group) == 1:
         return replace(group[0], label=label)
+    group = sorted(group, key=lambda row: row.run.results.run.seed or 0)
     first = group[0]
     runs = tuple(row.run for row in group)
     merged = replace(first, label=label, runs=runs)

@@ -150,6 +150,8 @@ def reliability_chart(found: Sequence[Reliability]) -> go.Figure:
         )
         for all_bars, dash, named in kinds:
             bars = [bar for bar in all_bars if bar.num_rounds >= MIN_ROUNDS]
+            if not bars:
+                continue
             style = _style(index)
             style["line"] = style["line"] | {"dash": dash}
             figure.add_scatter(

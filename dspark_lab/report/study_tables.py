@@ -12,17 +12,17 @@ def comparisons_table(found: Sequence[Comparison]) -> TextTable:
     cells = tuple(
         (
             f"{entry.first} − {entry.second}",
+            entry.verdict,
             f"{entry.difference.value:+.2f} [{entry.difference.low:+.2f}, {entry.difference.high:+.2f}]",
             UNDEFINED if entry.difference.detectable is None else f"{entry.difference.detectable:.2f}",
             UNDEFINED if entry.difference.p is None else f"{entry.difference.p:.3f}",
             " / ".join(dict.fromkeys(map(str, entry.num_seeds))),
             f"{entry.num_prompts}, {entry.how}",
-            entry.verdict,
         )
         for entry in found
     )
     return TextTable(
-        ("pair", "difference in acceptance length", "detectable", "p (Holm)", "seeds", "prompts", "verdict"), cells
+        ("pair", "verdict", "difference in acceptance length", "detectable", "p (Holm)", "seeds", "prompts"), cells
     )
 
 

@@ -10,7 +10,7 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   const said = document.createElement("output");
   said.id = "probe";
   const charts = [...document.querySelectorAll("figure > div")];
-  const drawn = charts.filter(chart => chart.querySelector("svg.main-svg .plot, svg.main-svg .barlayer"));
+  const drawn = charts.filter(chart => chart.querySelector("svg.main-svg .trace"));
   const right = Math.max(...charts.map(chart => chart.getBoundingClientRect().right));
   said.textContent = [window.innerWidth, document.documentElement.scrollWidth, charts.length, drawn.length, right].join(" ");
   document.body.append(said);
@@ -36,9 +36,7 @@ class Seen:
 
 
 def chromium() -> str | None:
-    return next(
-        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-    )
+    return next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
 
 
 def look(page: Path, width: int, *, folder: Path) -> Seen:
