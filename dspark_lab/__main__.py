@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import dspark_lab
@@ -19,6 +22,10 @@ def config_folder() -> Path:
         if (folder / "config.yaml").exists():
             return folder
     raise FileNotFoundError(f"no conf/config.yaml in {HERE} or {HERE.parent}: the installation is incomplete")
+
+
+class JobError(CompactHydraException):
+    """Of one job of a sweep; Hydra shows its message without a stack trace."""
 
 
 @hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
@@ -52,7 +59,12 @@ def hydra_main(config: DictConfig) -> float | None:
         # A user's mistake, a missing part or a service that failed: its message says all; a stack trace would bury it.
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        sys.exit(f"error: {error}")
+        job = HydraConfig.get()
+        if job.mode is not RunMode.MULTIRUN:
+            sys.exit(f"error: {error}")
+        # The launcher goes on with the other jobs; at the end the sweeper raises the first of these.
+        print(f"error: job {job.job.num} ({' '.join(job.overrides.task)}): {error}", file=sys.stderr)
+        raise JobError(f"error: {error}") from error
 
 
 def refuse_swept_stages(arguments: Sequence[str]) -> None:

@@ -202,22 +202,30 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class VerifyStep:
-    """One verify step of a trace. ``position`` is the anchor's; ``num_accepted`` counts drafted tokens only."""
+    """One verify step of a trace. ``position`` is the anchor's; ``num_accepted`` counts drafted tokens only.
+
+    ``draft_token_ids`` are what was drafted, where the loop is this package's own.
+    """
 
     position: int
     num_draft_tokens: int
     num_accepted: int
     confidence: tuple[float, ...] | None = None
+    draft_token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """All verify steps of one prompt, at full block width."""
+    """All verify steps of one prompt, at full block width.
+
+    ``token_ids`` are the new tokens, the first one from prefill; None where they are not known.
+    """
 
     prompt_id: str
     domain: str
     steps: tuple[VerifyStep, ...]
     num_new_tokens: int
+    token_ids: tuple[int, ...] | None = None
 
     @property
     def num_accepted(self) -> int:

@@ -9,6 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dspark_lab.evaluation.calibration import CALIBRATION_FILE
+from dspark_lab.evaluation.traces import TRACES_FILE
+from dspark_lab.progress import console
 from dspark_lab.records import content_hash
 
 # What may change without changing what a trained drafter is; all else is part of a run's identity.
@@ -36,6 +39,7 @@ NOT_IDENTITY = frozenset(
         "traces",
         "simulate",
         "plan",
+        "sweep",
     }
 )
 NOT_IDENTITY_WITHIN = {
@@ -68,11 +72,11 @@ class Run:
 
     @property
     def traces(self) -> Path:
-        return self.directory / "traces.jsonl"
+        return self.directory / TRACES_FILE
 
     @property
     def calibration(self) -> Path:
-        return self.directory / "calibration.json"
+        return self.directory / CALIBRATION_FILE
 
 
 def identity(config: Mapping[str, Any], *, num_ranks: int) -> dict[str, Any]:
@@ -93,13 +97,16 @@ def name_run(config: Mapping[str, Any], *, experiment: str | None, drafter: str,
 
 
 @contextmanager
-def open_run(root: Path, *, name: str, config_hash: str, fresh: bool, lock: bool = True) -> Iterator[Run]:
+def open_run(
+    root: Path, *, name: str, config_hash: str, fresh: bool, lock: bool = True, wait: bool = False
+) -> Iterator[Run]:
     """The run's folder, made if need be and locked while in use. ``fresh`` sets an existing one aside.
 
-    ``lock=False`` is for the processes of a training group whose first one holds the lock.
+    ``lock=False`` is for the processes of a training group whose first one holds the lock. ``wait`` is for the jobs of a
+    sweep that share a run: the later one waits until the earlier one has left it.
 
     Raises:
-        ValueError: another process is in this run.
+        ValueError: another process is in this run, and ``wait`` is not set.
     """
     directory = root / name
     if fresh and directory.exists():
@@ -113,10 +120,13 @@ def open_run(root: Path, *, name: str, config_hash: str, fresh: bool, lock: bool
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"run {name!r} is in use by another process ({directory / '.lock'}): wait for it, or give this one "
-                "another run.name"
-            ) from None
+            if not wait:
+                raise ValueError(
+                    f"run {name!r} is in use by another process ({directory / '.lock'}): wait for it, or give this one "
+                    "another run.name"
+                ) from None
+            console.print(f"{name}: waiting for another job that is in this run ({directory / '.lock'})")
+            fcntl.flock(held, fcntl.LOCK_EX)
         held.write(str(os.getpid()))
         held.flush()
         yield Run(name, directory, config_hash)

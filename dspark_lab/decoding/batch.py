@@ -42,7 +42,8 @@ class _Request:
 
     def emit(self, token_ids: Sequence[int], proposal: Proposal, *, num_verified: int) -> None:
         confidence = None if proposal.confidence is None else tuple(proposal.confidence[:num_verified].tolist())
-        self.steps.append(VerifyStep(self.context.position, num_verified, len(token_ids) - 1, confidence))
+        drafted = tuple(proposal.token_ids[:num_verified].tolist())
+        self.steps.append(VerifyStep(self.context.position, num_verified, len(token_ids) - 1, confidence, drafted))
         self.token_ids += token_ids
 
 

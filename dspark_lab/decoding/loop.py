@@ -117,7 +117,8 @@ def cut(token_ids: Sequence[int], *, max_tokens: int, eos_token_ids: Collection[
 def verify_step(position: int, proposal: Proposal, *, num_accepted: int) -> VerifyStep:
     """Record of one step at the full width of its proposal; ``num_accepted`` after the cut of the emitted tokens."""
     confidence = None if proposal.confidence is None else tuple(proposal.confidence.tolist())
-    return VerifyStep(position, proposal.token_ids.numel(), num_accepted, confidence)
+    drafted = tuple(proposal.token_ids.tolist())
+    return VerifyStep(position, len(drafted), num_accepted, confidence, drafted)
 
 
 def _draw_next(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:

@@ -19,6 +19,7 @@ from dspark_lab.evaluation.bootstrap import bootstrap_ratios, bootstrap_sums
 from dspark_lab.records import Trace
 
 Floats = NDArray[np.float64]
+CALIBRATION_FILE = "calibration.json"
 SATURATED = 1e-7
 """Confidences are kept this far from 0 and 1: an fp32 sigmoid reaches both, its logit does not."""
 
@@ -182,6 +183,13 @@ def judge(
     return tuple(positions)
 
 
+def reliability(rounds: Rounds, slot: int, *, num_bins: int) -> tuple[Bin, ...]:
+    """The bars of one slot's diagram, as drafted."""
+    here = ~np.isnan(rounds.confidence[:, slot])
+    survival = np.prod(rounds.confidence[here, : slot + 1], axis=1)
+    return _bars(_bin_sums(survival, rounds.outcomes(slot)[here], num_bins), num_bins)
+
+
 def save_calibration(path: Path, positions: Sequence[Position], *, setting: Mapping[str, Any]) -> None:
     record = {"temperatures": [position.temperature for position in positions], "setting": dict(setting)}
     record["positions"] = [asdict(position) for position in positions]
@@ -197,6 +205,20 @@ def read_temperatures(path: Path) -> Floats:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: add calibrate to stages")
     return np.array(json.loads(path.read_text(encoding="utf-8"))["temperatures"])
+
+
+def read_bins(path: Path) -> list[tuple[tuple[Bin, ...], tuple[Bin, ...]]]:
+    """(before, after) of each draft position of a ``calibration.json``; [] without the file."""
+    if not path.is_file():
+        return []
+    positions = json.loads(path.read_text(encoding="utf-8"))["positions"]
+    return [
+        (
+            tuple(Bin(**entry) for entry in position["before"]["bins"]),
+            tuple(Bin(**entry) for entry in position["after"]["bins"]),
+        )
+        for position in positions
+    ]
 
 
 def _quality(
@@ -220,11 +242,15 @@ def _quality(
         brier_low=float(brier.low[0]),
         brier_high=float(brier.high[0]),
         auroc=auroc,
-        bins=tuple(
-            Bin(int(count), predicted / count, accepted / count)
-            for count, predicted, accepted in sums.sum(0).reshape(3, num_bins).T
-            if count
-        ),
+        bins=_bars(sums.sum(0), num_bins),
+    )
+
+
+def _bars(sums: Floats, num_bins: int) -> tuple[Bin, ...]:
+    return tuple(
+        Bin(int(count), predicted / count, accepted / count)
+        for count, predicted, accepted in sums.reshape(3, num_bins).T
+        if count
     )
 
 

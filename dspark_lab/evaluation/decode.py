@@ -1,9 +1,11 @@
 """Evaluation by real speculative decoding, batch 1: traces, speed against plain decoding, agreement of greedy text."""
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from dspark_lab.decoding.loop import Decoded, Proposer, plain_decode, speculative_decode
@@ -11,6 +13,8 @@ from dspark_lab.decoding.sampling import prompt_generator
 from dspark_lab.decoding.verification import Verification
 from dspark_lab.records import Sampling, TokenizedConversation, Trace
 from dspark_lab.target.protocol import Target
+
+TIMING_FILE = "timing.json"
 
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 """Wraps an iterable under a description, as a progress bar does."""
@@ -54,6 +58,15 @@ class Timing:
     def speedup(self) -> float:
         """Ratio of the totals."""
         return self.speculative_tokens_per_s / self.plain_tokens_per_s
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """By the vocabulary's names."""
+        return {
+            "loop_tokens_per_s": self.speculative_tokens_per_s,
+            "loop_plain_tokens_per_s": self.plain_tokens_per_s,
+            "loop_speedup": self.speedup,
+        }
 
     @property
     def median_speedup(self) -> float:
@@ -139,7 +152,7 @@ def evaluate_decode(
         else:
             own, own_s = _timed(plain, prompt)
             ours, ours_s = _timed(speculative, prompt)
-        traces.append(Trace(prompt.id, prompt.domain, ours.steps, len(ours.token_ids)))
+        traces.append(Trace(prompt.id, prompt.domain, ours.steps, len(ours.token_ids), ours.token_ids))
         texts.append(own.token_ids)
         if index > 0:
             timings.append(PromptTiming(prompt.id, ours_s, len(ours.token_ids), own_s, len(own.token_ids)))
@@ -151,6 +164,22 @@ def evaluate_decode(
         mismatches=tuple(mismatches) if sampling.greedy else None,
         plain_token_ids=tuple(texts),
     )
+
+
+def save_timing(folder: Path, timing: Timing | None) -> None:
+    """``timing.json`` beside the traces; an earlier one goes where nothing was timed."""
+    if timing is None:
+        (folder / TIMING_FILE).unlink(missing_ok=True)
+    else:
+        text = json.dumps([asdict(prompt) for prompt in timing.prompts], indent=1)
+        (folder / TIMING_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_timing(folder: Path) -> Timing | None:
+    path = folder / TIMING_FILE
+    if not path.exists():
+        return None
+    return Timing(tuple(PromptTiming(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))))
 
 
 def prompt_only(conversation: TokenizedConversation) -> TokenizedConversation:

@@ -39,6 +39,7 @@ class Evaluation:
         max_new_tokens: int,
         verification: Verification,
         seed: int,
+        num_examples: NonNegativeInt,
     ) -> None:
         self.modes: tuple[Mode, ...] = (mode,) if isinstance(mode, str) else mode
         if not self.modes:
@@ -58,7 +59,7 @@ class Evaluation:
                 "would have kept, but a block is judged with the drafts that fell, which are not in it; set mode=decode"
             )
         self.verification: Verification = verification
-        self.seed = seed
+        self.seed, self.num_examples = seed, num_examples
 
 
 class Calibration:

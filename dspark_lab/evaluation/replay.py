@@ -86,7 +86,8 @@ def replay(
         steps.append(verify_step(position, proposal, num_accepted=emitted - 1))
         known = slice(position, position + emitted)
         context.advance(answer.token_ids[known], answer.hidden_states[known], int(answer.token_ids[position + emitted]))
-    return Trace(conversation.id, conversation.domain, tuple(steps), len(answer.token_ids) - answer.start)
+    written = tuple(answer.token_ids[answer.start :].tolist())
+    return Trace(conversation.id, conversation.domain, tuple(steps), len(written), written)
 
 
 def evaluate_replay(

@@ -8,6 +8,8 @@ from typing import Any
 
 from dspark_lab.records import Trace, VerifyStep
 
+TRACES_FILE = "traces.jsonl"
+
 
 def save_traces(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:
     """``traces`` by origin (measured, replayed)."""
@@ -25,14 +27,30 @@ def read_traces(path: Path, *, origin: str) -> list[Trace]:
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist: add evaluate to stages")
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = [line for line in lines if line.pop("origin") == origin]
-    if not found:
+    found = read_all_traces(path)
+    if origin not in found:
         mode = {"measured": "decode", "replayed": "replay"}.get(origin, origin)
         raise ValueError(f"{path} holds no {origin} traces: evaluate with evaluate.mode={mode}, or use another origin")
-    return [Trace(**{**line, "steps": tuple(map(_step, line["steps"]))}) for line in found]
+    return list(found[origin])
 
 
-def _step(values: Mapping[str, Any]) -> VerifyStep:
-    confidence = values["confidence"]
-    return VerifyStep(**{**values, "confidence": None if confidence is None else tuple(confidence)})
+def read_all_traces(path: Path) -> dict[str, tuple[Trace, ...]]:
+    """By origin, in the order of the file; empty without a file. ValueError names a line that is no trace."""
+    found: dict[str, list[Trace]] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = json.loads(text)
+            found.setdefault(line.pop("origin"), []).append(_trace(line))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}, line {number}: no trace ({error}): evaluate again") from error
+    return {origin: tuple(traces) for origin, traces in found.items()}
+
+
+def _trace(values: Mapping[str, Any]) -> Trace:
+    token_ids = values.get("token_ids")
+    steps = tuple(
+        VerifyStep(**{name: tuple(value) if isinstance(value, list) else value for name, value in step.items()})
+        for step in values["steps"]
+    )
+    return Trace(**{**values, "steps": steps, "token_ids": None if token_ids is None else tuple(token_ids)})

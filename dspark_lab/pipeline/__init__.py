@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,14 +22,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspark_lab.checkpoint.description import algorithm_of
 from dspark_lab.pipeline.distributed import count_ranks, take_part
+from dspark_lab.pipeline.forecast import forecast
 from dspark_lab.pipeline.here import before_job, in_this_process
+from dspark_lab.pipeline.logged import logged
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.published import require_what_was_published
 from dspark_lab.pipeline.rehearsal import replaced, table_of
-from dspark_lab.pipeline.report import compare
+from dspark_lab.pipeline.report import READERS
 from dspark_lab.pipeline.serve import refuse_unservable
 from dspark_lab.pipeline.slurm import hand_over, write_job
 from dspark_lab.pipeline.stages import STAGES
+from dspark_lab.pipeline.sweep import as_job, in_sweep, job_overrides, sharing
 from dspark_lab.progress import console
 from dspark_lab.report.results import RunInfo, StageRecord, update_results
 from dspark_lab.run import name_run, open_run
@@ -40,39 +44,60 @@ def run(config: DictConfig) -> float | None:
     """Carry out ``config.stages`` in order; returns the acceptance length (for sweepers), if it was evaluated."""
     quieten()
     stages = requested_stages(config.stages)
-    if stages == ["report"] and config.report.runs:
-        compare(config)
+    if config.report.runs and all(stage in READERS for stage in stages):
+        for stage in stages:
+            READERS[stage](config, None)
         return None
     resolved = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
+    name, info = identify(config, resolved)
+    if config.sweep.dry:
+        forecast(config, info, stages)
+        return None
+    carry = partial(carry_out_run, config, info, stages)
+    if not in_sweep():
+        return carry()
+    return as_job(resolved, run_name=name, stages=stages, order=list(STAGES), carry_out=carry)
+
+
+def identify(config: DictConfig, resolved: dict[str, Any]) -> tuple[str, RunInfo]:
+    """The run that this config belongs to."""
     choices = {str(group): str(choice) for group, choice in HydraConfig.get().runtime.choices.items()}
     experiment = "-".join(choices[group] for group in ("experiment", "rehearse") if group in choices) or None
     name, config_hash = name_run(
         resolved, experiment=experiment, drafter=choices["drafter"], num_ranks=count_ranks(config)
     )
+    return config.run.name or name, RunInfo(
+        name=config.run.name or name,
+        choices={group: choice for group, choice in choices.items() if not group.startswith(("hydra/", "sweep"))},
+        config=resolved,
+        config_hash=config_hash,
+        command=shlex.join(["python", "-m", "dspark_lab", *job_overrides()]),
+        seed=config.seed,
+    )
+
+
+def carry_out_run(config: DictConfig, info: RunInfo, stages: Sequence[str]) -> float | None:
+    """In the run's folder, which is this process's meanwhile; or as a rank of the training that another one started."""
     place = settle(stages, config)
     L.seed_everything(config.seed, workers=True, verbose=False)
     with (
         handled(leave),
         open_run(
             Path(config.run.root),
-            name=config.run.name or name,
-            config_hash=config_hash,
+            name=info.name,
+            config_hash=info.config_hash,
             fresh=config.run.fresh,
             lock=place.leads,
+            wait=in_sweep(),
         ) as opened,
+        closing(Parts(config, opened, info, place)) as parts,
     ):
-        info = RunInfo(
-            name=opened.name,
-            choices={group: choice for group, choice in choices.items() if not group.startswith("hydra/")},
-            config=resolved,
-            config_hash=config_hash,
-            command=shlex.join(["python", "-m", "dspark_lab", *HydraConfig.get().overrides.task]),
-            seed=config.seed,
-        )
-        with closing(Parts(config, opened, info, place)) as parts:
-            if in_this_process(parts, stages):
-                return carry_out(stages, parts) if place.leads else take_part(parts, STAGES["train"])
-            script = write_job(parts, before_job(parts, stages))
+        if not place.leads:
+            return take_part(parts, STAGES["train"])
+        if in_this_process(parts, stages):
+            with logged(parts):
+                return carry_out(stages, parts)
+        script = write_job(parts, before_job(parts, stages))
     hand_over(script, submits=config.cluster.submit)
     return None
 
@@ -117,7 +142,8 @@ def carry_out(stages: Sequence[str], parts: Parts) -> float | None:
     for stage in stages:
         started = time.monotonic()
         try:
-            record, metrics = STAGES[stage](parts)
+            with sharing(parts, stage):
+                record, metrics = STAGES[stage](parts)
         except Exception as error:
             failed = StageRecord(stage, time.monotonic() - started, error=str(error) or repr(error))
             update_results(parts.run.directory, run=parts.info, stage=failed)

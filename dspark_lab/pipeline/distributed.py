@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dspark_lab.pipeline.parts import Parts
+from dspark_lab.pipeline.sweep import job_overrides
 from dspark_lab.progress import console
 from dspark_lab.records import Metric
 from dspark_lab.training.launch import launch
@@ -92,7 +93,7 @@ def job_arguments(parts: Parts) -> list[str]:
     folders = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     return [
         *(f"--config-dir={folder}" for folder in folders),
-        *hydra.overrides.task,
+        *job_overrides(),
         f"run.root={_quoted(parts.run.directory.parent.absolute())}",
         f"run.name={_quoted(parts.run.directory.name)}",
         "run.fresh=false",

@@ -5,7 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from dspark_lab.evaluation.acceptance import acceptance_metrics
-from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode
+from dspark_lab.evaluation.decode import Timing, evaluate_decode, save_timing
+from dspark_lab.evaluation.examples import Example, choose, explain, save_examples
 from dspark_lab.evaluation.replay import evaluate_replay
 from dspark_lab.evaluation.traces import save_traces
 from dspark_lab.pipeline.distributed import Outcome
@@ -59,31 +60,43 @@ def evaluate(parts: Parts) -> Outcome:
             progress=track,
         )
         traces["measured"] = decoded.traces
+        save_timing(parts.run.directory, decoded.timing)
         here = {**setting, "engine": "huggingface"}  # decoding is this process's, whoever captured
-        metrics += loop_metrics(decoded, here)
+        metrics += loop_metrics(decoded.mismatch_rate, decoded.timing, here, num_prompts=len(decoded.traces))
         metrics += acceptance_metrics(decoded.traces, setting=here, origin="measured", seed=recipe.seed)
         if parts.published is not None:
             metrics += beside_published(parts, decoded.traces, here)
     save_traces(parts.run.traces, traces)
+    save_examples(parts.run.directory, examples_of(parts, traces))
     counted = traces.get("replayed", traces.get("measured", ()))
     record = {"num_in": len(counted) + sum(dropped.values()), "num_out": len(counted), "dropped": dropped}
     return {**record, "unit": "prompts"}, metrics
 
 
-def loop_metrics(decoded: DecodeResult, setting: Mapping[str, Any]) -> list[Metric]:
+def examples_of(parts: Parts, traces: Mapping[str, Sequence[Trace]]) -> list[Example]:
+    """Of real decoding where there is some, else of replay."""
+    origin = "measured" if "measured" in traces else "replayed"
+    texts = {prompt.id: prompt.token_ids.tolist() for prompt in parts.evaluation_prompts}
+    decode = parts.target.tokenizer.decode
+    return [
+        explain(
+            trace, prompt=str(decode(texts[trace.prompt_id])), origin=origin, piece=lambda token: str(decode([token]))
+        )
+        for trace in choose(traces[origin], parts.evaluation.num_examples)
+    ]
+
+
+def loop_metrics(
+    mismatch_rate: float | None, timing: Timing | None, setting: Mapping[str, Any], *, num_prompts: int
+) -> list[Metric]:
     """Speed and text equality of real decoding."""
     found = []
-    if decoded.mismatch_rate is not None:
-        found.append(metric("greedy_mismatch_rate", decoded.mismatch_rate, origin="measured", setting=setting,
-                            num_samples=len(decoded.traces)))  # fmt: skip
-    if decoded.timing is not None:
-        speeds = {
-            "loop_tokens_per_s": decoded.timing.speculative_tokens_per_s,
-            "loop_plain_tokens_per_s": decoded.timing.plain_tokens_per_s,
-            "loop_speedup": decoded.timing.speedup,
-        }
+    if mismatch_rate is not None:
+        found.append(metric("greedy_mismatch_rate", mismatch_rate, origin="measured", setting=setting,
+                            num_samples=num_prompts))  # fmt: skip
+    if timing is not None:
         found += [
-            metric(name, value, origin="measured", setting=setting, num_samples=len(decoded.timing.prompts))
-            for name, value in speeds.items()
+            metric(name, value, origin="measured", setting=setting, num_samples=len(timing.prompts))
+            for name, value in timing.speeds.items()
         ]
     return found

@@ -18,7 +18,7 @@ from dspark_lab.records import Metric, content_hash
 from dspark_lab.report.collect import Collection, RunResult
 from dspark_lab.report.provenance import git_commit
 from dspark_lab.report.results import RESULTS_FILE, Results, read_results
-from dspark_lab.report.table import markdown
+from dspark_lab.report.text import markdown
 
 
 def export(parts: Parts) -> Outcome:

@@ -23,7 +23,7 @@ from dspark_lab.serving.study import MakeScheduler, Scheme, Simulated, simulate_
 
 
 def simulate(parts: Parts) -> Outcome:
-    """Every scheme at every load; writes ``frontier.json`` and ``frontier.csv``. No target is loaded."""
+    """Every scheme at every load; writes them into the run's ``frontiers/``. No target is loaded."""
     config = parts.config
     recipe: Simulation = build(config, "simulate")
     hardware: Hardware = build(config, "hardware")
@@ -44,8 +44,8 @@ def simulate(parts: Parts) -> Outcome:
     setting = setting_of(parts, table, recipe, profile=told[0])
     curves = [Curve.of(scheme.name, [entry for entry in points if entry.scheme == scheme.name]) for scheme in schemes]
     written = FrontierFile(setting=setting, source=source, curves=tuple(curves), gains=gains_over(curves))
-    written.save(parts.run.directory)
-    console.print(f"simulate: {told[0]}")
+    folder = written.save(parts.run.directory)
+    console.print(f"simulate: {told[0]}; points in {folder}")
     for sentence in written.sentences:
         console.print(f"simulate: {sentence}")
     outside = sum(entry.extrapolated is not None for entry in points)

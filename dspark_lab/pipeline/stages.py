@@ -15,7 +15,7 @@ from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.plan import plan
 from dspark_lab.pipeline.profile import profile
 from dspark_lab.pipeline.regenerate import regenerate
-from dspark_lab.pipeline.report import report
+from dspark_lab.pipeline.report import READERS, reading
 from dspark_lab.pipeline.serve import serve
 from dspark_lab.pipeline.simulate import simulate
 from dspark_lab.pipeline.train import train
@@ -32,6 +32,6 @@ STAGES: Mapping[str, Callable[[Parts], Outcome]] = {
     "serve": serve,
     "profile": profile,
     "simulate": simulate,
-    "report": report,
+    **{name: reading(name) for name in READERS},
 }
 """In the order of the way through."""

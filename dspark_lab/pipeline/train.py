@@ -12,6 +12,7 @@ from dspark_lab.drafter.base import Drafter
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.callbacks import build_callbacks, monitored
 from dspark_lab.pipeline.distributed import Outcome, must_launch, train_as_group
+from dspark_lab.pipeline.logged import logged_job
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console
 from dspark_lab.report.lightning_logger import JsonLinesLogger
@@ -23,6 +24,7 @@ from dspark_lab.training.checkpoints import LAST, NEWEST_FIRST, checkpoint_step,
 from dspark_lab.training.guards import SpikeGuard, StopOnNonFiniteLoss
 from dspark_lab.training.live import LiveWatch
 from dspark_lab.training.loggers import finish_wandb
+from dspark_lab.training.memory import forget_peak, peak_bytes
 
 
 def train(parts: Parts) -> Outcome:
@@ -44,7 +46,7 @@ def train(parts: Parts) -> Outcome:
         watchers.append(watch)
     loggers = [
         JsonLinesLogger(directory=parts.run.directory),
-        build(parts.config, "logger", run_dir=parts.run.directory, run_name=parts.run.name),
+        build(parts.config, "logger", job=logged_job(parts)),
     ]
     trainer: L.Trainer = build(
         parts.config,
@@ -65,6 +67,7 @@ def train(parts: Parts) -> Outcome:
     console.print(
         f"train: {used['num_out']} samples in {data.train_counts.num_rows} rows; {', '.join(told) or 'none dropped'}"
     )
+    forget_peak()
     failed = True
     try:
         trainer.fit(drafter, datamodule=data, ckpt_path=last, weights_only=True)
@@ -72,12 +75,14 @@ def train(parts: Parts) -> Outcome:
     finally:
         data.close()
         parts.end_capture()
-        finish_wandb(failed=failed)
+        if parts.place.group_folder is not None:  # what follows is another process's
+            finish_wandb(failed=failed)
     metrics = [
         metric("num_parameters", sum(p.numel() for p in drafter.parameters()), origin="measured"),
         metric("num_train_steps", trainer.global_step, origin="measured"),
         metric("num_train_tokens", accounting.tokens, origin="measured"),
         metric("train_time_s", training_time_s(parts.run.directory), origin="measured"),
+        metric("train_peak_memory_bytes", peak_bytes(), origin="measured"),
         metric("draft_vocabulary_coverage", parts.coverage, origin="measured"),
         *(
             metric(f"train_{name}", rate, origin="measured")

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
+from dspark_lab.report.algorithms import DomainLength
+from dspark_lab.report.collect import Reliability
 from dspark_lab.report.comparison import Row, row_labels
 from dspark_lab.report.served import ServedPoint
 from dspark_lab.serving.frontier_file import FrontierFile
@@ -11,6 +13,8 @@ from dspark_lab.serving.frontier_file import FrontierFile
 # Dark enough for 4.5 : 1 on white, and told apart without colour vision by the marker.
 COLOURS = ("#0b5cad", "#b04a00", "#00705c", "#8a2f7d", "#6b5900", "#4b5563", "#a3123a", "#245b1f")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star", "hexagon")
+MIN_ROUNDS = 20
+"""Of a bin that the reliability diagram shows."""
 INK, SOFT, GRID = "#1f2933", "#5f6b78", "#e3e7ec"
 
 
@@ -70,27 +74,103 @@ def rates_chart(rows: Sequence[Row], *, conditional: bool) -> go.Figure:
 
 
 def curve_chart(rows: Sequence[Row], names: Sequence[str], *, over: str, axis: str) -> go.Figure | None:
-    """Curves of the runs over ``over`` ("time_s" or "tokens"), the second of ``names`` dotted; None without a point."""
+    """Curves of all runs over ``over`` ("time_s" or "tokens"), the second of ``names`` dotted; None without a point.
+
+    Runs of one row have its colour; a run that has several rows is drawn once.
+    """
     figure = _figure({"time_s": "training time, minutes", "tokens": "tokens trained on"}[over], axis)
-    seen: dict[str, int] = {}  # a run that has several rows is drawn once
-    for row in rows:
-        seen.setdefault(row.label, len(seen))
-    runs = {row.label: row.run for row in rows}
     named: set[str] = set()
-    for label, index in seen.items():
-        for dash, name in zip(("solid", "dot"), names, strict=False):
-            curve = runs[label].curve(name)
-            x = () if curve is None else tuple(t / 60 for t in curve.time_s) if over == "time_s" else curve.tokens
-            if curve is None or not x:
+    drawn: set[str] = set()
+    labels = list(dict.fromkeys(row.label for row in rows))
+    for row in rows:
+        for run in row.runs:
+            if str(run.directory) in drawn:
+                continue
+            drawn.add(str(run.directory))
+            for dash, name in zip(("solid", "dot"), names, strict=False):
+                curve = run.curve(name)
+                x = () if curve is None else tuple(t / 60 for t in curve.time_s) if over == "time_s" else curve.tokens
+                if curve is None or not x:
+                    continue
+                style = _style(labels.index(row.label))
+                style["line"] = style["line"] | {"dash": dash, "width": 2 if len(row.runs) == 1 else 1.3}
+                style["marker"] = style["marker"] | {"size": 8 if len(row.runs) == 1 else 5}
+                legend = {"name": row.label, "legendgroup": row.label, "showlegend": row.label not in named}
+                named.add(row.label)
+                told = f"{row.label}, {name}" + (f", seed {run.results.run.seed}" if len(row.runs) > 1 else "")
+                figure.add_scatter(
+                    x=x,
+                    y=curve.value,
+                    mode="lines" if len(x) > 30 else "lines+markers",
+                    hovertemplate=f"%{{y:.3f}}<extra>{told}</extra>",
+                    **legend,
+                    **style,
+                )
+    return figure if figure.data else None
+
+
+def domains_chart(found: Sequence[DomainLength]) -> go.Figure | None:
+    """Acceptance length by prompt set, a marker an algorithm. None where there is one prompt set only."""
+    domains = list(dict.fromkeys(entry.domain for entry in found))
+    if len(domains) < 2:
+        return None
+    labels = list(dict.fromkeys(entry.label for entry in found))
+    figure = _figure("acceptance length (tokens per verify step)", "")
+    for index, label in enumerate(labels):
+        entries = [entry for entry in found if entry.label == label]
+        offset = (index - (len(labels) - 1) / 2) * 0.7 / len(labels)
+        style = _style(index)
+        figure.add_scatter(
+            x=[entry.value for entry in entries],
+            y=[domains.index(entry.domain) + offset for entry in entries],
+            customdata=[entry.domain for entry in entries],
+            error_x=_error(entries),
+            name=label,
+            mode="markers",
+            marker=style["marker"] | {"size": 10},
+            hovertemplate="%{customdata}: %{x:.3f}<extra>" + label + "</extra>",
+        )
+    figure.update_yaxes(tickvals=list(range(len(domains))), ticktext=domains, range=[len(domains) - 0.5, -0.5])
+    figure.update_xaxes(autorangeoptions={"include": 1.0})
+    figure.update_layout(height=150 + len(domains) * (30 + 16 * len(labels)))
+    return figure
+
+
+def reliability_chart(found: Sequence[Reliability]) -> go.Figure:
+    """Predicted survival against what was accepted: up to four draft positions; dotted as drafted where calibrated."""
+    figure = _figure("predicted: the first k draft tokens are accepted", "accepted")
+    figure.add_scatter(
+        x=[0, 1], y=[0, 1], mode="lines", line={"color": "#8b97a4", "width": 1}, hoverinfo="skip", showlegend=False
+    )
+    wanted = [1, 2, 4, found[-1].k] if found[-1].k > 4 else [entry.k for entry in found]
+    for index, entry in enumerate(entry for entry in found if entry.k in wanted):
+        kinds = (
+            ((entry.before, "dot", False), (entry.after, "solid", True))
+            if entry.after
+            else ((entry.before, "solid", True),)
+        )
+        for all_bars, dash, named in kinds:
+            bars = [bar for bar in all_bars if bar.num_rounds >= MIN_ROUNDS]
+            if not bars:
                 continue
             style = _style(index)
             style["line"] = style["line"] | {"dash": dash}
-            mode = "lines" if len(x) > 30 else "lines+markers"
-            legend = {"name": label, "legendgroup": label, "showlegend": label not in named}
-            named.add(label)
-            hover = f"%{{y:.3f}}<extra>{label}, {name}</extra>"
-            figure.add_scatter(x=x, y=curve.value, mode=mode, hovertemplate=hover, **legend, **style)
-    return figure if figure.data else None
+            figure.add_scatter(
+                x=[bar.survival for bar in bars],
+                y=[bar.accepted for bar in bars],
+                customdata=[bar.num_rounds for bar in bars],
+                name=f"k = {entry.k}",
+                legendgroup=str(entry.k),
+                showlegend=named,
+                mode="lines+markers",
+                hovertemplate="predicted %{x:.2f}, accepted %{y:.2f}, %{customdata} rounds<extra>k = "
+                + f"{entry.k}</extra>",
+                **style,
+            )
+    figure.update_xaxes(range=[-0.02, 1.02], tickformat=".1f")
+    figure.update_yaxes(range=[-0.02, 1.05], tickformat=".1f")
+    figure.update_layout(height=360)
+    return figure
 
 
 def speed_chart(rows: Sequence[Row]) -> go.Figure | None:
@@ -121,7 +201,7 @@ def speed_chart(rows: Sequence[Row]) -> go.Figure | None:
 def calibration_chart(rows: Sequence[Row]) -> go.Figure | None:
     """Calibration error per draft position, before (dotted) and after calibration. None when no run was calibrated."""
     figure = _figure("draft position", "calibration error of the survival")
-    runs = {row.label: row.run for row in rows}  # a run that has several rows is drawn once
+    runs = {row.label: row.run for row in rows}  # the first seed's; a run that has several rows is drawn once
     for index, (label, run) in enumerate(runs.items()):
         newest = run.metric("calibrated_ece_1")
         if newest is None:

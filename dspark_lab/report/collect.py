@@ -2,26 +2,44 @@
 
 import glob
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dspark_lab.records import Metric
+from dspark_lab.evaluation.calibration import CALIBRATION_FILE, Bin, gather_rounds, read_bins, reliability
+from dspark_lab.evaluation.examples import Example, read_examples
+from dspark_lab.evaluation.traces import TRACES_FILE, read_all_traces
+from dspark_lab.records import Metric, Trace
+from dspark_lab.report.jobs import JOBS_FILE, JobRecord, failed_jobs
 from dspark_lab.report.metrics_log import METRICS_FILE, Curve, Line, curve, read_metrics
 from dspark_lab.report.results import RESULTS_FILE, Results, read_results
 from dspark_lab.report.served import ServedPoint, read_served
 from dspark_lab.serving.frontier_file import FrontierFile
 
+NUM_BINS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """Of draft position ``k``: predicted survival against the share accepted, and the same once calibrated."""
+
+    k: int
+    before: tuple[Bin, ...]
+    after: tuple[Bin, ...] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """One run: its results and the lines of its curves."""
+    """One run: its results, the lines of its curves, and what its newest evaluation left."""
 
     directory: Path
     results: Results
     lines: tuple[Line, ...] = ()
-    frontier: FrontierFile | None = None  # simulated
+    frontiers: tuple[FrontierFile, ...] = ()  # simulated
     served: tuple[ServedPoint, ...] = ()  # measured in an engine
+    traces: Mapping[str, tuple[Trace, ...]] = field(default_factory=dict)
+    examples: tuple[Example, ...] = ()
+    reliability: tuple[Reliability, ...] = ()
 
     @property
     def drafter(self) -> str:
@@ -42,7 +60,7 @@ class RunResult:
         failed = [f"stage {stage.name} failed: {stage.error}" for stage in self.results.stages if stage.error]
         if failed:
             return "; ".join(failed)
-        if self.metric("acceptance_length") is None and self.frontier is None:
+        if self.metric("acceptance_length") is None and not self.frontiers:
             done = ", ".join(stage.name for stage in self.results.stages) or "none"
             return f"no acceptance length yet (stages done: {done})"
         return None
@@ -54,12 +72,14 @@ class Collection:
 
     runs: tuple[RunResult, ...]
     unreadable: Mapping[Path, str]
+    failed_jobs: tuple[JobRecord, ...] = ()
 
     @property
     def problems(self) -> list[str]:
         """One sentence for each run that is missing from the comparison, or from a part of it."""
         partial = [f"{run.results.run.name}: {run.incomplete}" for run in self.runs if run.incomplete]
-        return partial + [f"{path}: {reason}" for path, reason in self.unreadable.items()]
+        jobs = [f"job {job.label}: {job.error}" for job in self.failed_jobs]
+        return [*partial, *jobs, *(f"{path}: {reason}" for path, reason in self.unreadable.items())]
 
 
 def collect(run_dirs: Sequence[Path | str]) -> Collection:
@@ -74,14 +94,47 @@ def collect(run_dirs: Sequence[Path | str]) -> Collection:
     runs, unreadable = [], {}
     for directory in directories:
         try:
-            results, lines = read_results(directory), tuple(read_metrics(directory))
-            runs.append(RunResult(directory, results, lines, FrontierFile.load(directory), read_served(directory)))
+            runs.append(read_run(directory))
         except ValueError as error:
             unreadable[directory] = str(error)
     if not runs:
         reasons = "\n".join(f"  {path}: {reason}" for path, reason in unreadable.items())
         raise ValueError(f"none of the {len(directories)} runs can be read:\n{reasons}")
-    return Collection(tuple(runs), unreadable)
+    # A run may be named by itself: the jobs of its whole root are not what was asked for.
+    roots = {folder for folder in map(Path, run_dirs) if (folder / JOBS_FILE).exists()}
+    known = [run.incomplete or "" for run in runs]
+    failed = [job for job in failed_jobs(sorted(roots)) if not any(str(job.error) in reason for reason in known)]
+    return Collection(tuple(runs), unreadable, tuple(failed))
+
+
+def read_run(directory: Path) -> RunResult:
+    """Raises ValueError that names the file which cannot be read."""
+    traces = read_all_traces(directory / TRACES_FILE)
+    return RunResult(
+        directory,
+        read_results(directory),
+        tuple(read_metrics(directory)),
+        FrontierFile.load_all(directory),
+        read_served(directory),
+        traces,
+        read_examples(directory),
+        _reliability(directory, traces),
+    )
+
+
+def _reliability(directory: Path, traces: Mapping[str, Sequence[Trace]]) -> tuple[Reliability, ...]:
+    """Calibrated ones on prompts held out; else, before any calibration, those of all that was decoded, or replayed."""
+    calibrated = read_bins(directory / CALIBRATION_FILE)
+    if calibrated:
+        return tuple(Reliability(k, before, after) for k, (before, after) in enumerate(calibrated, start=1))
+    found = traces.get("measured") or traces.get("replayed") or ()
+    if not found or any(step.confidence is None for trace in found for step in trace.steps):
+        return ()
+    rounds = gather_rounds(found)
+    return tuple(
+        Reliability(slot + 1, reliability(rounds, slot, num_bins=NUM_BINS))
+        for slot in range(rounds.confidence.shape[1])
+    )
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

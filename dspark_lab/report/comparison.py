@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,13 @@ ROW_SETTINGS = ("benchmark", "temperature", "top_k", "top_p", "num_draft_tokens"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One drafter at one setting. ``decode`` and ``replay`` are acceptance lengths; rates are of decode, if any."""
+    """One drafter at one setting. ``decode`` and ``replay`` are acceptance lengths; rates are of decode, if any.
+
+    Several ``runs``, which differ in their seed, make a row of means.
+    """
 
     label: str
-    run: RunResult
+    runs: tuple[RunResult, ...]
     setting: Mapping[str, Any]
     decode: Metric | None
     replay: Metric | None
@@ -27,6 +30,10 @@ class Row:
     tokens_per_s: Metric | None
     plain_tokens_per_s: Metric | None
     speedup: Metric | None
+
+    @property
+    def run(self) -> RunResult:
+        return self.runs[0]
 
     @property
     def acceptance(self) -> Metric | None:
@@ -52,6 +59,11 @@ def comparison_rows(collection: Collection) -> list[Row]:
     """One row per run and evaluated setting, best acceptance length first; runs without one come last."""
     labels = run_labels(collection.runs)
     rows = [row for run, label in zip(collection.runs, labels, strict=True) for row in _rows_of(run, label)]
+    return ranked(rows)
+
+
+def ranked(rows: Sequence[Row]) -> list[Row]:
+    """Best acceptance length first; rows without one last."""
     return sorted(rows, key=lambda row: -(row.acceptance.value or 0.0) if row.acceptance else math.inf)
 
 
@@ -66,10 +78,15 @@ def row_labels(rows: Sequence[Row]) -> list[str]:
 
 def run_labels(runs: Sequence[RunResult]) -> list[str]:
     """The drafter's name; where runs share it, with the settings in which they differ, or the run's name."""
+    return labels_of(runs, ignored=lambda key: False)
+
+
+def labels_of(runs: Sequence[RunResult], *, ignored: Callable[[str], bool]) -> list[str]:
+    """``run_labels`` that say nothing of the settings that are ``ignored``."""
     labels = []
     for run in runs:
         same = [other for other in runs if other.drafter == run.drafter]
-        differing = differing_settings(same)
+        differing = [key for key in differing_settings(same) if not ignored(key)]
         short = [f"{key.rpartition('.')[2]}={_number(flatten(run.results.run.config).get(key))}" for key in differing]
         suffix = (
             "" if len(same) == 1 else f" ({', '.join(short)})" if 1 <= len(short) <= 3 else f" ({run.results.run.name})"
@@ -93,33 +110,18 @@ def differing_settings(runs: Sequence[RunResult]) -> list[str]:
     return [key for key in keys if any(config.get(key, missing) != configs[0].get(key, missing) for config in configs)]
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """The answer in one or two sentences."""
-    ranked = [row for row in rows if row.acceptance is not None]
-    if not ranked:
-        found = [sentence for row in rows if row.run.frontier for sentence in row.run.frontier.sentences]
-        return " ".join(sentence[0].upper() + sentence[1:] for sentence in found) or "No run has been evaluated yet."
-    best = ranked[0]
-    assert best.acceptance is not None
-    how = "real decoding" if best.decode else "replay"
-    first = f"{row_labels(rows)[rows.index(best)]}: {best.acceptance.value:.2f} tokens per target forward ({how}"
-    first += ")" if best.acceptance.low is None else f", {best.acceptance.low:.2f} to {best.acceptance.high:.2f})"
-    if len(ranked) == 1:
-        return first + "."
-    close = [row.label for row in ranked[1:] if _overlap(best.acceptance, row.acceptance)]
-    order = f" Its interval overlaps that of {' and '.join(close)}: this order is not certain." if close else ""
-    return f"{first}, the highest of {len(ranked)}.{order}"
-
-
 def notes(collection: Collection, rows: Sequence[Row]) -> list[str]:
     """What a reader has to know before comparing: seeds, unlike settings, unlike machines, unlike targets."""
     runs = collection.runs
     said = []
-    seeds: dict[str, set[int | None]] = {}
-    for run in runs:
-        seeds.setdefault(str(sorted(run.results.run.choices.items())), set()).add(run.results.run.seed)
-    if all(len(found) == 1 for found in seeds.values()):
+    seeds = [len(row.runs) for row in rows if row.acceptance]
+    if seeds and max(seeds) == 1:
         said.append("One checkpoint per drafter: intervals are over prompts only, not over training seeds.")
+    elif seeds:
+        said.append(
+            "Rows of several seeds: mean over them, intervals over seeds and prompts (hierarchical bootstrap)."
+            + (" Rows of one or two seeds allow no claim about the algorithm." if min(seeds) < 3 else "")
+        )
     targets = {run.results.run.choices.get("target", "?") for run in runs}
     if len(targets) > 1:
         said.append(f"The runs have different targets ({', '.join(sorted(targets))}): acceptance is not comparable.")
@@ -197,7 +199,7 @@ def _row(run: RunResult, label: str, setting: Mapping[str, Any]) -> Row:
 
     return Row(
         label=label,
-        run=run,
+        runs=(run,),
         setting=setting,
         decode=decode,
         replay=replay,
@@ -211,12 +213,6 @@ def _row(run: RunResult, label: str, setting: Mapping[str, Any]) -> Row:
 
 def _row_setting(entry: Metric) -> dict[str, Any]:
     return {key: entry.setting[key] for key in ROW_SETTINGS if key in entry.setting}
-
-
-def _overlap(one: Metric, other: Metric | None) -> bool:
-    if other is None or None in (one.low, one.high, other.low, other.high):
-        return False
-    return one.low <= other.high and other.low <= one.high  # type: ignore[operator]
 
 
 def _number(value: Any) -> str:

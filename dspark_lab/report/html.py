@@ -11,40 +11,44 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
+from dspark_lab.report.algorithms import DomainLength, algorithm_rows, comparisons, domain_lengths
 from dspark_lab.report.charts import (
     acceptance_chart,
     calibration_chart,
     curve_chart,
+    domains_chart,
     frontier_chart,
     rates_chart,
+    reliability_chart,
     served_chart,
     speed_chart,
 )
 from dspark_lab.report.collect import Collection, collect, flatten
-from dspark_lab.report.comparison import Row, comparison_rows, differing_settings, notes, run_labels, verdict
-from dspark_lab.report.table import (
-    UNDEFINED,
-    TextTable,
-    comparison_table,
-    markdown,
-    missing,
-    print_comparison,
-    rates_table,
-    training_table,
-)
+from dspark_lab.report.comparison import Row, differing_settings, notes, run_labels
+from dspark_lab.report.study_tables import comparisons_table, domains_table, resources_table, seeds_table
+from dspark_lab.report.table import UNDEFINED, TextTable, comparison_table, missing, rates_table
+from dspark_lab.report.text import markdown, print_comparison
+from dspark_lab.report.verdict import verdict
+from dspark_lab.serving.frontier_file import together
 
 # plotly 7 shows a button that uploads the chart unless both are set.
 _PLOTLY_CONFIG = {"displayModeBar": False, "responsive": True, "showSendToCloud": False, "plotlyServerURL": ""}
 
 
 def write_report(
-    run_dirs: Sequence[Path | str], out: Path, *, title: str = "Drafter comparison", console: Console | None = None
+    run_dirs: Sequence[Path | str],
+    out: Path,
+    *,
+    title: str = "Drafter comparison",
+    question: str | None = None,
+    console: Console | None = None,
 ) -> Path:
     """Print the comparison, write it as HTML to ``out`` and as Markdown beside it; returns the path of the HTML file.
 
     Args:
         run_dirs: run folders, folders of runs, or glob patterns (see ``collect``).
         out: the file; a folder (or a path without suffix) gets ``report.html`` in it.
+        question: what the runs are to answer; shown first.
 
     Raises:
         ValueError: a folder that does not exist or holds no run; it is named.
@@ -53,44 +57,57 @@ def write_report(
     print_comparison(collection, console)
     path = out if out.suffix else out / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_html(collection, title=title), encoding="utf-8")
-    path.with_suffix(".md").write_text(f"# {title}\n\n{markdown(collection)}", encoding="utf-8")
+    path.write_text(render_html(collection, title=title, question=question), encoding="utf-8")
+    asked = f"{question}\n\n" if question else ""
+    path.with_suffix(".md").write_text(f"# {title}\n\n{asked}{markdown(collection)}", encoding="utf-8")
     return path
 
 
-def render_html(collection: Collection, *, title: str) -> str:
+def render_html(collection: Collection, *, title: str, question: str | None = None) -> str:
     """The whole page; equal collections give equal pages."""
-    rows = comparison_rows(collection)
+    rows = algorithm_rows(collection)
+    compared, domains = comparisons(rows), domain_lengths(rows)
     frontiers = {
-        f"frontier_{index}": (label, run.frontier)
-        for index, (label, run) in enumerate(zip(run_labels(collection.runs), collection.runs, strict=True))
-        if run.frontier
+        f"frontier_{number}": frontier
+        for number, frontier in enumerate(together([found for run in collection.runs for found in run.frontiers]))
     }
     served = {
         f"served_{index}": (label, figure)
         for index, (label, run) in enumerate(zip(run_labels(collection.runs), collection.runs, strict=True))
         if (figure := served_chart(run.served))
     }
-    charts = _charts(rows) | {name: frontier_chart(frontier) for name, (_, frontier) in frontiers.items()}
+    reliable = {
+        f"reliability_{number}": (row.label, row.run.reliability)
+        for number, row in enumerate(_once(rows))
+        if row.run.reliability
+    }
+    charts = _charts(rows, domains)
+    charts |= {name: frontier_chart(frontier) for name, frontier in frontiers.items()}
+    charts |= {name: reliability_chart(found) for name, (_, found) in reliable.items()}
     charts |= {name: figure for name, (_, figure) in served.items()}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
+    stages = [stage for run in collection.runs for stage in run.results.stages]
     return environment.get_template("template.html.jinja").render(
         title=title,
-        verdict=verdict(rows),
-        updated=max(stage.finished_at for run in collection.runs for stage in run.results.stages or ())
-        if any(run.results.stages for run in collection.runs)
-        else UNDEFINED,
+        question=question,
+        verdict=verdict(rows, compared),
+        updated=max((stage.finished_at for stage in stages), default=UNDEFINED),
         plotly_js=Markup(get_plotlyjs()),
         headline=comparison_table(rows),
+        seeds=seeds_table(rows),
+        compared=comparisons_table(compared),
         condition=", ".join(conditions) if len(conditions := {row.condition for row in rows}) == 1 else "",
-        training=training_table(rows),
+        domains=domains_table(domains),
+        training=resources_table(rows),
         rates=rates_table(rows),
         conditional_rates=rates_table(rows, conditional=True),
         notes=notes(collection, rows),
         served=[(name, label) for name, (label, _) in served.items()],
-        frontiers=[(name, label, frontier) for name, (label, frontier) in frontiers.items()],
+        frontiers=list(frontiers.items()),
+        reliable=[(name, label) for name, (label, _) in reliable.items()],
+        examples=[(row.label, row.run.examples) for row in _once(rows) if row.run.examples],
         missing=missing(collection),
         heights={name: figure.layout.height for name, figure in charts.items()},
         calls=[_call(name, figure) for name, figure in charts.items()],
@@ -106,11 +123,17 @@ def render_html(collection: Collection, *, title: str) -> str:
     )
 
 
-def _charts(rows: Sequence[Row]) -> dict[str, go.Figure]:
+def _once(rows: Sequence[Row]) -> list[Row]:
+    """Without further rows of the same runs."""
+    return list({id(row.run): row for row in reversed(rows)}.values())[::-1]
+
+
+def _charts(rows: Sequence[Row], domains: Sequence[DomainLength]) -> dict[str, go.Figure]:
     """Charts by name, without those that have nothing to show."""
     acceptance = ("val/acceptance_length", "val/acceptance_length_estimate")
     figures: dict[str, go.Figure | None] = {
         "acceptance": acceptance_chart(rows) if any(row.acceptance for row in rows) else None,
+        "domains": domains_chart(domains),
         "rates": rates_chart(rows, conditional=False) if any(row.rates for row in rows) else None,
         "conditional_rates": rates_chart(rows, conditional=True)
         if any(row.conditional_rates for row in rows)

@@ -207,6 +207,11 @@ METRICS: Mapping[str, MetricKind] = {
         "the fused attention kernel) / what the device does in the same time in one large matrix product, measured when "
         "training starts.",
     ),
+    "train_peak_memory_bytes": MetricKind(
+        "bytes",
+        "Most memory during this part of training, on the first rank: allocated by torch on the GPU, or, without one, "
+        "resident in the process.",
+    ),
     "best_val_acceptance_length": MetricKind(
         "tokens/step", "Highest val/acceptance_length of the run: the one by which `best` was chosen."
     ),

@@ -3,10 +3,11 @@
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dspark_lab.records import content_hash
 from dspark_lab.serving.frontier import Point, gains, pareto
 from dspark_lab.serving.study import Simulated
 
@@ -91,11 +92,12 @@ class FrontierFile:
     @property
     def sentences(self) -> list[str]:
         """The answer, each sentence saying that it is simulated."""
-        first, *others = (curve.scheme for curve in self.curves)
-        return [f"simulated, {self.title}: {self._compared(first, other)}" for other in others]
+        firsts = list(dict.fromkeys(gain.scheme for gain in self.gains)) or [self.curves[0].scheme]
+        others = [curve.scheme for curve in self.curves if curve.scheme not in firsts]
+        return [f"simulated, {self.title}: {self._compared(first, other)}" for first in firsts for other in others]
 
     def _compared(self, scheme: str, over: str) -> str:
-        found = [gain for gain in self.gains if gain.over == over]
+        found = [gain for gain in self.gains if (gain.scheme, gain.over) == (scheme, over)]
         if not found:
             return f"{scheme} and {over} have no interactivity in common at these loads."
         least, most = (pick(found, key=lambda gain: gain.ratio) for pick in (min, max))
@@ -108,7 +110,17 @@ class FrontierFile:
             f"(least at {least.interactivity:.0f}, most at {most.interactivity:.0f} tokens/s/user)."
         )
 
-    def save(self, folder: Path) -> None:
+    @property
+    def name(self) -> str:
+        """Its folder: "hardware_aware-h200-1a2b3c4d"; what was simulated otherwise has another one."""
+        first = self.curves[0].scheme
+        told = content_hash([self.setting, [curve.scheme for curve in self.curves]], 8)
+        return f"{first}-{self.setting['hardware']}-{told}"
+
+    def save(self, run_dir: Path) -> Path:
+        """Into ``<run_dir>/frontiers/<name>``, which it returns; jobs that simulate the same run stand side by side."""
+        folder = run_dir / "frontiers" / self.name
+        folder.mkdir(parents=True, exist_ok=True)
         content = {"origin": "simulated", **asdict(self)}
         (folder / FRONTIER_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         with (folder / "frontier.csv").open("w", newline="", encoding="utf-8") as file:
@@ -119,13 +131,16 @@ class FrontierFile:
             for scheme, record in rows:
                 known = (record.load, record.num_gpus, record.on_frontier, record.extrapolated or "")
                 writer.writerow(["simulated", scheme, *known, *(record.metrics[name] for name in names)])
+        return folder
 
     @classmethod
-    def load(cls, folder: Path) -> "FrontierFile | None":
-        """None where nothing was simulated. ValueError for a file that is none of ours."""
-        path = folder / FRONTIER_FILE
-        if not path.exists():
-            return None
+    def load_all(cls, run_dir: Path) -> "tuple[FrontierFile, ...]":
+        """Of everything that was simulated in a run. ValueError for a file that is none of ours."""
+        return tuple(cls.load(path) for path in sorted(run_dir.glob(f"frontiers/*/{FRONTIER_FILE}")))
+
+    @classmethod
+    def load(cls, path: Path) -> "FrontierFile":
+        """One file. ValueError if it is none of ours."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             curves = tuple(
@@ -136,3 +151,18 @@ class FrontierFile:
             return cls(setting=data["setting"], source=data["source"], curves=curves, gains=gains)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}: not readable as a frontier: {error}") from error
+
+
+def together(found: Sequence[FrontierFile]) -> list[FrontierFile]:
+    """Simulations of the same setting as one, so that their schedulers share a chart; a baseline of several is kept once."""
+    groups: dict[str, list[FrontierFile]] = {}
+    for entry in found:
+        groups.setdefault(content_hash([entry.setting, entry.source]), []).append(entry)
+    merged = []
+    for group in groups.values():
+        curves = {curve.scheme: curve for entry in group for curve in entry.curves}
+        firsts = [entry.curves[0].scheme for entry in group]
+        order = dict.fromkeys([*firsts, *curves])
+        gains = dict.fromkeys(gain for entry in group for gain in entry.gains)
+        merged.append(replace(group[0], curves=tuple(curves[name] for name in order), gains=tuple(gains)))
+    return merged

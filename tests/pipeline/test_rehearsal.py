@@ -35,7 +35,16 @@ def test_what_a_rehearsal_replaces_is_named_once_and_nothing_else_differs() -> N
     assert not [key for key in found if key.startswith(("target.", "data.", "cluster."))]
     assert found["drafter.attention"][1] is None and found["drafter.attention"][0]["num_heads"] == 96
     assert found["trainer.devices"] == (4, 2)
-    for kept in ("engine", "store", "loss", "optimizer", "drafter.block_size", "drafter.markov", "stages", "data.source"):
+    for kept in (
+        "engine",
+        "store",
+        "loss",
+        "optimizer",
+        "drafter.block_size",
+        "drafter.markov",
+        "stages",
+        "data.source",
+    ):
         assert kept not in found
     experiment, rehearsal = compose("config", [EXPERIMENT]), compose("config", [EXPERIMENT, REHEARSE])
     assert experiment.loss == rehearsal.loss and experiment.stages == rehearsal.stages

@@ -19,7 +19,7 @@ from dspark_lab.records import Trace, VerifyStep
 from dspark_lab.report.html import write_report
 from dspark_lab.report.results import RunInfo, StageRecord, update_results
 from dspark_lab.report.vocabulary import metric
-from dspark_lab.serving.frontier_file import FrontierFile
+from dspark_lab.serving.frontier_file import FrontierFile, together
 
 SHORT = ("simulate.loads=[1,4]", "simulate.duration_s=12", "simulate.warmup_s=3", "simulate.seeds=[1]",
          "simulate.prompt_tokens=100", "simulate.output_tokens=50")  # fmt: skip
@@ -59,6 +59,11 @@ def recorded(folder: Path, *, width: int = 4) -> None:
     save_traces(folder / "traces.jsonl", {"measured": [Trace(name, "sums", steps, 100) for name in "ab"]})
 
 
+def written(run_dir: Path) -> Path:
+    (found,) = run_dir.glob("frontiers/*/frontier.json")
+    return found
+
+
 def test_from_published_statistics_to_a_labelled_frontier(tmp_path: Path) -> None:
     record, metrics = simulate(parts(tmp_path, *PUBLISHED))
     assert (record["num_in"], record["num_out"], record["unit"]) == (6, 6, "points")
@@ -66,11 +71,11 @@ def test_from_published_statistics_to_a_labelled_frontier(tmp_path: Path) -> Non
     assert {entry.origin for entry in metrics} == {"simulated"}
     assert {entry.setting["acceptance"] for entry in metrics} == {"published"}
     assert {entry.setting["num_gpus"] for entry in metrics if "num_gpus" in entry.setting} == {8}
-    found = json.loads((tmp_path / "frontier.json").read_text())
+    found = json.loads(written(tmp_path).read_text())
     assert found["origin"] == "simulated"
     assert "vLLM blog" in found["source"]
     assert [curve["scheme"] for curve in found["curves"]] == ["while_it_pays", "none", "mtp1"]
-    with (tmp_path / "frontier.csv").open() as file:
+    with written(tmp_path).with_suffix(".csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 6
     assert {row["origin"] for row in rows} == {"simulated"}
@@ -128,7 +133,7 @@ def test_equal_seeds_give_equal_files(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         simulate(parts(tmp_path / name, *PUBLISHED))
-        found.append((tmp_path / name / "frontier.json").read_text())
+        found.append(written(tmp_path / name).read_text())
     assert found[0] == found[1]
 
 
@@ -176,14 +181,22 @@ def test_a_trained_drafters_size_is_asked_for(tmp_path: Path) -> None:
 
 def test_scheduler_none_is_plain_decoding_without_a_drafter(tmp_path: Path) -> None:
     simulate(parts(tmp_path, *PUBLISHED, "simulate.baselines=[]", name="none"))
-    found = FrontierFile.load(tmp_path)
-    assert found is not None
+    (found,) = FrontierFile.load_all(tmp_path)
     assert [curve.scheme for curve in found.curves] == ["none"]
     assert found.gains == ()
 
 
 def test_nothing_was_simulated_or_the_file_is_broken(tmp_path: Path) -> None:
-    assert FrontierFile.load(tmp_path) is None
-    (tmp_path / "frontier.json").write_text("{}")
+    assert FrontierFile.load_all(tmp_path) == ()
+    (tmp_path / "frontiers" / "x").mkdir(parents=True)
+    (tmp_path / "frontiers" / "x" / "frontier.json").write_text("{}")
     with pytest.raises(ValueError, match=r"frontier\.json: not readable as a frontier"):
-        FrontierFile.load(tmp_path)
+        FrontierFile.load_all(tmp_path)
+
+
+def test_schedulers_of_one_setting_share_a_chart(tmp_path: Path) -> None:
+    for name, scheduler in (("fixed", "fixed"), ("threshold", "threshold")):
+        simulate(parts(tmp_path, *PUBLISHED, f"scheduler={scheduler}", name=name))
+    (chart,) = together(FrontierFile.load_all(tmp_path))
+    assert [curve.scheme for curve in chart.curves] == ["fixed", "threshold", "none", "mtp1"]
+    assert len(chart.sentences) == 4

@@ -5,6 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from dspark_lab.evaluation.acceptance import acceptance_metrics
+from dspark_lab.evaluation.examples import choose, explain, save_examples
+from dspark_lab.evaluation.traces import TRACES_FILE, save_traces
 from dspark_lab.records import Trace, VerifyStep
 from dspark_lab.report.metrics_log import MetricsLog
 from dspark_lab.report.provenance import Machine
@@ -16,17 +18,26 @@ DRAFTERS = {"eagle3": (0.55, 3, 63.6), "dflash": (0.42, 7, 52.1), "dspark": (0.4
 """Drafter -> conditional acceptance of its first token, draft tokens, tokens/s."""
 
 
-def make_traces(chance: float, width: int, *, num_prompts: int, seed: int) -> list[Trace]:
-    generator = np.random.default_rng(seed)
+DOMAINS = ("math", "code", "chat")
+
+
+def make_traces(chance: float, width: int, *, num_prompts: int, seed: int, confident: bool = False) -> list[Trace]:
+    """Prompts are as easy for one drafter as for another; ``confident`` gives each draft its chance, a little too high."""
+    prompts, generator = np.random.default_rng(7), np.random.default_rng(seed)
+    chance += 0.01 * generator.standard_normal()
     traces = []
     for prompt in range(num_prompts):
-        ease = chance + 0.1 * generator.standard_normal()
+        ease = chance + 0.1 * prompts.standard_normal() - 0.05 * (prompt % 3)
         steps = []
         for position in range(40):
-            survived = generator.random(width) < ease * 0.93 ** np.arange(width)
-            steps.append(VerifyStep(position, width, int(survived.cumprod().sum())))
+            chances = np.clip(ease + 0.2 * generator.standard_normal(), 0.01, 0.99) * 0.93 ** np.arange(width)
+            survived = generator.random(width) < chances
+            told = tuple(np.minimum(chances * 1.2, 0.999).tolist()) if confident else None
+            drafted = tuple(generator.integers(0, 90, width).tolist())
+            steps.append(VerifyStep(position, width, int(survived.cumprod().sum()), told, drafted))
         emitted = 1 + sum(step.num_accepted + 1 for step in steps)
-        traces.append(Trace(f"prompt-{prompt}", "math", tuple(steps), emitted))
+        token_ids = tuple(generator.integers(0, 90, emitted).tolist())
+        traces.append(Trace(f"prompt-{prompt}", DOMAINS[prompt % 3], tuple(steps), emitted, token_ids))
     return traces
 
 
@@ -42,6 +53,8 @@ def make_run(
             "optimizer": {"learning_rate": learning_rate},
             "target": {"layer_ids": [2, 15, 27]},
             "run": {"name": f"demo-{drafter}"},
+            "evaluate": {"seed": 0},
+            "seed": seed,
         },
         config_hash=f"hash-{drafter}",
         command=f"python -m dspark_lab drafter={drafter}",
@@ -64,9 +77,11 @@ def make_run(
     metrics = [metric(name, value, origin="measured") for name, value in trained.items()]
     update_results(directory, run=run, stage=StageRecord("train", 200.4, machine="m"), metrics=metrics)
     if evaluated:
+        found: dict[str, list[Trace]] = {}
         for origin, num_prompts in (("measured", 20), ("replayed", 60)):
             setting = {"mode": origin, "benchmark": "gsm_symbolic", "temperature": 0.0, "num_draft_tokens": width}
-            traces = make_traces(chance, width, num_prompts=num_prompts, seed=seed)
+            traces = make_traces(chance, width, num_prompts=num_prompts, seed=seed, confident=drafter == "dspark")
+            found[origin] = traces
             metrics = acceptance_metrics(traces, setting=setting, origin=origin)
             if origin == "measured":
                 speeds = {"loop_tokens_per_s": speed, "loop_plain_tokens_per_s": 46.6, "loop_speedup": speed / 46.6}
@@ -74,7 +89,15 @@ def make_run(
             update_results(
                 directory, run=run, stage=StageRecord(f"evaluate_{origin}", 30.0, machine="m"), metrics=metrics
             )
+        save_traces(directory / TRACES_FILE, found)
+        shown = choose(found["measured"], 3)
+        save_examples(directory, [explain(t, prompt="What is 2 + 3?", origin="measured", piece=piece) for t in shown])
     return directory
+
+
+def piece(token: int) -> str:
+    """Text of a token of an invented vocabulary."""
+    return f" {['ab', 'cde', 'fgh', 'ijkl'][token % 4]}{token}" if token % 11 else ".\n"
 
 
 def _write_curves(directory: Path, chance: float) -> None:

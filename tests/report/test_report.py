@@ -11,10 +11,12 @@ from dspark_lab.evaluation.acceptance import acceptance_metrics
 from dspark_lab.records import Trace, VerifyStep
 from dspark_lab.report.charts import calibration_chart
 from dspark_lab.report.collect import collect
-from dspark_lab.report.comparison import comparison_rows, notes, verdict
+from dspark_lab.report.comparison import comparison_rows, notes
 from dspark_lab.report.html import render_html, write_report
 from dspark_lab.report.results import RESULTS_FILE, StageRecord, read_results, update_results
-from dspark_lab.report.table import comparison_table, markdown, rates_table, training_table
+from dspark_lab.report.table import comparison_table, rates_table, training_table
+from dspark_lab.report.text import markdown
+from dspark_lab.report.verdict import verdict
 from dspark_lab.report.vocabulary import metric
 
 
@@ -92,6 +94,7 @@ def test_report_says_what_a_reader_must_know(report):
 def test_every_chart_is_there(report):
     html, _ = report
     names = ["acceptance", "rates", "conditional_rates", "loss_time", "loss_tokens", "val_time", "val_tokens", "speed"]
+    names += ["domains", "reliability_1"]  # of these three, DSpark's confidences only
     assert sorted(re.findall(r"Plotly.newPlot\('chart-(\w+)'", html)) == sorted(names)
     assert sorted(re.findall(r'id="chart-(\w+)"', html)) == sorted(names)
 
