@@ -7,6 +7,7 @@ from dspark_lab.nothere import NotHere
 from dspark_lab.pipeline.doctor import missing_here
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.plan import plan
+from dspark_lab.progress import console
 
 
 def in_this_process(parts: Parts, stages: Sequence[str]) -> bool:
@@ -27,4 +28,12 @@ def before_job(parts: Parts, stages: Sequence[str], *, scheduler: Scheduler | No
     decision, missing = decide(stages, cluster="slurm", num_nodes=num_nodes, scheduler=scheduler or Scheduler.found())
     if decision == "plan":
         raise NotHere(parts.info.command, [*missing, *missing_here(parts)])
-    return [stage for stage in stages if stage not in ("plan", "doctor")]
+    left = [stage for stage in stages if stage not in ("plan", "doctor")]
+    if "serve" in left and cluster.nodes_per_set > 1:
+        left.remove("serve")
+        console.print(
+            "serve: left out of the job, which cannot start a server over several nodes for it. Afterwards start the line of the "
+            "export's card there, then give this command with: stages=serve cluster=attach serve.endpoint=http://HOST:8000",
+            soft_wrap=True,
+        )
+    return left

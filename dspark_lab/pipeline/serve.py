@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hydra.utils import get_class
@@ -15,8 +15,9 @@ from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
 from dspark_lab.checkpoint.warm_start import load_weights
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.evaluation.acceptance import acceptance_metrics
-from dspark_lab.evaluation.decode import DecodeResult, evaluate_decode
+from dspark_lab.evaluation.decode import evaluate_decode
 from dspark_lab.evaluation.gate import Agreement, compare, mismatches
+from dspark_lab.evaluation.replay import evaluate_replay
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.engine import Engine, Measured
 from dspark_lab.pipeline.parts import Parts
@@ -51,9 +52,9 @@ def serve(parts: Parts) -> Outcome:
         raise ValueError(f"{folder} holds no export: add export to stages")
     checkpoint, recipe = read_checkpoint(str(folder)), parts.serving
     num_draft_tokens = recipe.judged or checkpoint.description.num_draft_tokens
-    prompts = parts.evaluation_prompts[: recipe.num_prompts]
-    decoded = decode_here(parts, checkpoint, prompts, num_draft_tokens)
-    ours = decoded.traces
+    here = decoded_here if "decode" in parts.evaluation.modes else replayed_here
+    own = here(parts, checkpoint, parts.evaluation_prompts[: recipe.num_prompts], num_draft_tokens)
+    prompts, ours = own.prompts, own.traces
 
     engine = Engine(parts, checkpoint, prompts)
     for fault in engine.faults:
@@ -64,7 +65,7 @@ def serve(parts: Parts) -> Outcome:
     agreement = compare(ours, theirs, seed=parts.evaluation.seed)
     different = None
     if parts.evaluation.sampling.greedy:
-        different = mismatches(decoded.plain_token_ids, [answer.token_ids for answer in served.answers])
+        different = mismatches(own.texts, [answer.token_ids for answer in served.answers])
     tell(agreement, different, num_prompts=len(prompts))
 
     for other in recipe.others:
@@ -75,6 +76,7 @@ def serve(parts: Parts) -> Outcome:
             console.print(f"serve: {point}")
     record = {"agreement": asdict(agreement), "agrees": agreement.agrees, "setting": setting, "mismatches": different}
     record |= {
+        "ours_by": own.way,
         "counters": served.counters and asdict(served.counters),
         "frontier": [asdict(point) for point in frontier],
     }
@@ -94,15 +96,23 @@ def serve(parts: Parts) -> Outcome:
     return {"num_in": len(prompts), "num_out": len(prompts), "unit": "prompts", "events": events}, metrics
 
 
-def decode_here(
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What the exported weights do here. ``texts``: the target's own answer to each prompt, without a drafter."""
+
+    way: str  # decode | replay
+    prompts: Sequence[TokenizedConversation]
+    traces: Sequence[Trace]
+    texts: Sequence[Sequence[int]]
+
+
+def decoded_here(
     parts: Parts, checkpoint: Checkpoint, prompts: Sequence[TokenizedConversation], num_draft_tokens: int
-) -> DecodeResult:
-    """Our loop with the exported weights, drafted and verified as in the engine."""
-    drafter: Drafter = parts.drafter
-    load_weights(drafter, checkpoint)
-    return evaluate_decode(
+) -> Own:
+    """By our loop, drafted and verified as in the engine."""
+    decoded = evaluate_decode(
         parts.target,
-        drafter.to(resolve_device("auto")).eval(),
+        exported(parts, checkpoint),
         prompts,
         sampling=parts.evaluation.sampling,
         num_draft_tokens=num_draft_tokens,
@@ -111,6 +121,37 @@ def decode_here(
         verification=parts.evaluation.verification,
         progress=track,
     )
+    return Own("decode", prompts, decoded.traces, decoded.plain_token_ids)
+
+
+def replayed_here(
+    parts: Parts, checkpoint: Checkpoint, prompts: Sequence[TokenizedConversation], num_draft_tokens: int
+) -> Own:
+    """By walking the recorded answers, for a target that no process here holds; those that cannot be are left out."""
+    answers = {conversation.id: conversation.answer_token_ids for conversation in parts.answered["evaluation"]}
+    recorded = {conversation.id: conversation for conversation in parts.tokenized["evaluation"]}
+    drafter = exported(parts, checkpoint)
+    replayed = evaluate_replay(
+        drafter,
+        parts.store.get,
+        [recorded[prompt.id] for prompt in prompts if prompt.id in recorded],
+        sampling=parts.evaluation.sampling,
+        num_draft_tokens=num_draft_tokens,
+        target_head=drafter.target_head,
+        eos_token_ids=parts.target.spec.eos_token_ids,
+        seed=parts.evaluation.seed,
+        draft_greedily=True,
+        progress=track,
+    )
+    walked = {trace.prompt_id for trace in replayed.traces}
+    kept = [prompt for prompt in prompts if prompt.id in walked]
+    return Own("replay", kept, replayed.traces, [answers[prompt.id] or () for prompt in kept])
+
+
+def exported(parts: Parts, checkpoint: Checkpoint) -> Drafter:
+    drafter: Drafter = parts.drafter
+    load_weights(drafter, checkpoint)
+    return drafter.to(resolve_device("auto")).eval()
 
 
 def tell(agreement: Agreement, different: Sequence[int] | None, *, num_prompts: int) -> None:
