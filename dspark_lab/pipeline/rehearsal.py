@@ -1,6 +1,6 @@
 """What ``+rehearse=`` changes of an experiment: the same command is composed once more without it, and compared."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ def table_of(found: Sequence[Replaced]) -> Table:
     return table
 
 
-def _composed(config_name: str, overrides: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, str]]:
+def _composed(config_name: str, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Values as written: an interpolation is compared as such, so that a changed fact is named once."""
     config = compose(config_name, list(overrides), return_hydra_config=True)
     choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items() if not str(k).startswith("hydra/")}
