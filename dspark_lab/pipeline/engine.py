@@ -115,8 +115,10 @@ class Engine:
 
     @property
     def _newer_runner(self) -> bool:
-        found = self.checkpoint.description
-        return needs_newer_runner(found.algorithm, found.options, verification=self.parts.evaluation.verification)
+        found, evaluation = self.checkpoint.description, self.parts.evaluation
+        # On a CPU the older one verifies at temperatures that it never wrote (docs/checkpoints.md).
+        sampled = self.on_cpu and not evaluation.sampling.greedy
+        return sampled or needs_newer_runner(found.algorithm, found.options, verification=evaluation.verification)
 
     def _connect(self) -> RunningVllm:
         parts, url = self.parts, self.parts.serving.endpoint

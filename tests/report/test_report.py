@@ -1,5 +1,7 @@
 import io
+import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,12 @@ from synthetic_runs import DRAFTERS, make_run
 
 from dspark_lab.evaluation.acceptance import acceptance_metrics
 from dspark_lab.records import Trace, VerifyStep
-from dspark_lab.report.charts import calibration_chart
+from dspark_lab.report.charts import calibration_chart, served_chart
 from dspark_lab.report.collect import collect
 from dspark_lab.report.comparison import comparison_rows, notes
 from dspark_lab.report.html import render_html, write_report
 from dspark_lab.report.results import RESULTS_FILE, StageRecord, read_results, update_results
+from dspark_lab.report.served import SERVED_FILE, ServedPoint
 from dspark_lab.report.table import comparison_table, rates_table, training_table
 from dspark_lab.report.text import markdown
 from dspark_lab.report.verdict import verdict
@@ -190,6 +193,25 @@ def test_a_calibrated_run_shows_its_errors_by_position(tmp_path):
     assert figure is not None
     assert [tuple(line.y) for line in figure.data] == list(errors.values())
     assert 'id="chart-calibration"' in render_html(collect([run]), title="t")
+
+
+def test_a_served_frontier_is_drawn_beside_its_baseline(tmp_path):
+    run = make_run(tmp_path / "dspark", "dspark")
+    measured = [(8, 1, 1.7, 60.0), (8, 4, 1.7, 55.0), (0, 1, 1.0, 46.0), (0, 4, 1.0, 44.0)]
+    points = [ServedPoint(k, c, length, c * speed, speed, 0.1) for k, c, length, speed in measured]
+    content = {"agrees": True, "frontier": [asdict(point) for point in points]}
+    (run / SERVED_FILE).write_text(json.dumps(content))
+    (found,) = collect([run]).runs
+    assert found.served == tuple(points)
+    figure = served_chart(found.served)
+    assert figure is not None
+    assert {line.name: (tuple(line.x), tuple(line.y)) for line in figure.data} == {
+        "8 draft tokens": ((60.0, 55.0), (60.0, 220.0)),
+        "no drafter": ((46.0, 44.0), (46.0, 176.0)),
+    }
+    assert 'id="chart-served_0"' in render_html(collect([run]), title="t")
+    # Interpreted kernels have no speed.
+    assert served_chart([replace(point, tokens_per_s=None) for point in points]) is None
 
 
 def test_greedy_mismatches_are_said(tmp_path):
