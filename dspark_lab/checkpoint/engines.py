@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dspark_lab.checkpoint.description import Algorithm, Description, describe
@@ -67,12 +67,12 @@ def speculative_config(description: Description, *, folder: str, num_draft_token
     return {"model": folder, "num_speculative_tokens": num_draft_tokens, "method": description.algorithm}
 
 
-def serve_command(description: Description, *, target: str, folder: str) -> str:
-    """The shell line that serves ``target`` with the drafter in ``folder``."""
+def serve_command(description: Description, *, target: str, folder: str, arguments: Sequence[str] = ()) -> str:
+    """The shell line that serves ``target`` with the drafter in ``folder``; ``arguments`` are further ones of vLLM."""
     speculative = speculative_config(description, folder=folder, num_draft_tokens=description.num_draft_tokens)
     if description.algorithm == "dspark":
         speculative |= {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
-    command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
+    command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *arguments]
     # vLLM chooses the newer runner by itself for DSpark.
     mixed = description.algorithm != "dspark" and needs_newer_runner(description.algorithm, description.options)
     return ("VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else "") + shlex.join(command)

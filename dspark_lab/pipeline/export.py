@@ -42,7 +42,7 @@ def export(parts: Parts) -> Outcome:
         acceptance=markdown(Collection((RunResult(parts.run.directory, results),), {})),
     )
     warnings = unservable(drafter)
-    command = serve_command(description, target=verifier, folder=str(folder))
+    command = serve_command(description, target=verifier, folder=str(folder), arguments=recipe.serve_arguments)
     num_bytes = write_folder(
         folder,
         config=config_of(description, verifier=verifier, architecture=spec.architecture, dtype=recipe.dtype),
