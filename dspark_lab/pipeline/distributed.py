@@ -48,8 +48,8 @@ def must_launch(parts: Parts) -> bool:
         return False
     if parts.config.trainer.num_nodes > 1:
         raise ValueError(
-            f"trainer.num_nodes={parts.config.trainer.num_nodes}: ranks on other machines have to be started with torchrun "
-            "or srun, as `... python -m dspark_lab <the same overrides> stages=train`"
+            f"trainer.num_nodes={parts.config.trainer.num_nodes}: cluster=slurm starts ranks on other machines; elsewhere "
+            "they have to be started with torchrun, as `... -m dspark_lab <the same overrides> stages=train`"
         )
     if parts.info.choices["store"] == "memory":
         raise ValueError(f"store=memory is seen by one process only, and training needs {wanted}: use store=disk")
