@@ -93,6 +93,7 @@ def job_arguments(parts: Parts) -> list[str]:
     return [
         *(f"--config-dir={folder}" for folder in folders),
         *hydra.overrides.task,
+        f"home={_quoted(parts.home.absolute())}",
         f"run.root={_quoted(parts.run.directory.parent.absolute())}",
         f"run.name={_quoted(parts.run.directory.name)}",
         "run.fresh=false",

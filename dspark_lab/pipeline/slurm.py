@@ -84,7 +84,8 @@ def work_of(parts: Parts, stages: Sequence[str]) -> Work:
     return Work(
         name=parts.run.name,
         folder=parts.run.directory.absolute(),
-        arguments=tuple(without_cluster(job_arguments(parts))),
+        # The number of nodes too: an experiment may take it from a setting of the cluster, as ${cluster.num_sets}.
+        arguments=(*without_cluster(job_arguments(parts)), f"trainer.num_nodes={trainer.num_nodes}"),
         before=tuple(before),
         train="train" in stages,
         after=tuple(after),

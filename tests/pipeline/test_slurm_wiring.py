@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from dspark_lab.__main__ import config_folder
 from dspark_lab.pipeline import slurm
+from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.slurm import hand_over, without_cluster, work_of, write_job
 from dspark_lab.run import Run
 from dspark_lab.target.resolve import ASSETS
@@ -39,7 +40,8 @@ def test_each_stage_runs_where_its_services_are(tmp_path: Path) -> None:
     assert (work.before, work.train, work.after) == (("capture",), True, ("evaluate", "export"))
     assert work.engine and work.engine.answers and work.engine.captures
     assert work.engine.layer_ids == (1, 2, 3, 4) and work.engine.model == str(ASSETS / "tiny")
-    assert (work.num_nodes, work.ranks_per_node, work.arguments) == (2, 1, ("+experiment=e",))
+    assert (work.num_nodes, work.ranks_per_node, work.arguments[0]) == (2, 1, "+experiment=e")
+    assert "trainer.num_nodes=2" in work.arguments and not any("num_sets" in told for told in work.arguments)
 
 
 def test_without_an_engine_all_stages_are_the_runs_own(tmp_path: Path) -> None:
@@ -51,6 +53,13 @@ def test_without_an_engine_all_stages_are_the_runs_own(tmp_path: Path) -> None:
 def test_what_says_where_a_run_is_carried_out_is_not_passed_on() -> None:
     given = ["cluster=slurm", "cluster.submit=true", "+cluster.environment.A=1", "cluster_of=1", "trainer.num_nodes=2"]
     assert without_cluster(given) == ["cluster_of=1", "trainer.num_nodes=2"]
+
+
+def test_an_experiment_may_say_what_another_cluster_needs(tmp_path: Path) -> None:
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        config = compose("config", ["cluster=attach", "+cluster.num_sets=2", "+cluster.roles.vllm.arguments=[--x]"])
+    attached = Parts.cluster.func(SimpleNamespace(config=config, run=Run("run", tmp_path, "hash")))  # pyright: ignore
+    assert attached.mooncake().master_address == "127.0.0.1:50051"
 
 
 @pytest.mark.parametrize(
