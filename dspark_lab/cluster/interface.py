@@ -1,8 +1,8 @@
 """The network interface of this machine that lies in a subnet, and commands that are to use it.
 
-``python -m dspark_lab.cluster.interface SUBNET COMMAND ...`` becomes the command, with the variables by which NCCL, Gloo, vLLM
-and Mooncake find the interface, and with ``{address}`` in its arguments replaced. Without a command it prints node and address.
-An empty SUBNET stands for the interface that has the address of the machine's own name.
+``python -m dspark_lab.cluster.interface SUBNET COMMAND ...`` becomes the command, with the variables by which NCCL, Gloo,
+vLLM and Mooncake find the interface, and with ``{address}`` in its arguments replaced. Without a command it prints node and
+address. An empty SUBNET stands for the interface that has the address of the machine's own name.
 
 Ranks that pick different interfaces hang at rendezvous without an error, and a machine has several: hence this.
 """

@@ -39,7 +39,7 @@ def make_plan(job: Job) -> Plan:
     slowest, rate = rates.bottleneck(
         num_sets=job.num_sets, num_training_nodes=job.num_training_nodes, num_ranks=job.trainer.num_ranks
     )
-    if not job.live:
+    if job.segment_bytes is None and not job.live:
         slowest, rate = "training", job.num_training_nodes * rates.training_node
     step_tokens = job.size.row_tokens * job.trainer.rows_per_batch * job.accumulate * job.trainer.num_ranks
     figures: dict[str, float | str] = {
@@ -49,7 +49,6 @@ def make_plan(job: Job) -> Plan:
         "samples_in_flight": samples_in_flight(job.segment_bytes or 0, states.sample_bytes(job.size.row_tokens)),
         "training_bytes_per_gpu": total_bytes(memory),
         "hardware_bytes_per_gpu": hardware.memory_bytes,
-        "capture_tokens_per_s": job.num_sets * rates.capture,
         "training_tokens_per_s": job.num_training_nodes * rates.training_node,
         "transfer_tokens_per_s": job.trainer.num_ranks * rates.client,
         "bottleneck": slowest,
@@ -58,9 +57,7 @@ def make_plan(job: Job) -> Plan:
         "serving_gpus": found.num_gpus if found else 0,
         "serving_nodes": found.num_nodes if found else 0,
         "training_nodes": job.num_training_nodes,
-        "training_nodes_needed": rates.training_nodes(job.num_sets),
-        "flip_capture_tokens_per_s": rates.flip(num_sets=job.num_sets, num_training_nodes=job.num_training_nodes),
-        "sets_per_training_node": rates.sets_per_training_node,
+        **rates.balance(num_sets=job.num_sets, num_training_nodes=job.num_training_nodes),
         "epoch_steps": corpus.num_tokens / step_tokens,
         "num_tokens": corpus.num_tokens,
         "hours": job.max_steps * step_tokens / rate / 3600,
@@ -70,11 +67,12 @@ def make_plan(job: Job) -> Plan:
         figures["answer_hours"] = corpus.num_tokens / (job.num_sets * assumed.answer_tokens_per_s) / 3600
     impossible += refusals(job, found, figures)
     nodes = place(
-        found if job.captures else None,
+        found,
         hardware,
         num_sets=job.num_sets,
         num_training_nodes=job.num_training_nodes,
         num_ranks=job.trainer.num_ranks,
+        captures=job.captures,
         one_machine=job.one_machine,
     )
     return Plan(
@@ -108,7 +106,7 @@ def rates_of(job: Job, found: Serving | None) -> Rates:
             / (2 * job.target.active_parameters)
         )
     return Rates(
-        capture=capture or float("inf"),
+        capture=capture if job.live else None,
         training_node=ranks_of_node * job.size.row_tokens / row_s,
         client=job.assumed.client_bytes_per_s / job.states.token_bytes,
     )

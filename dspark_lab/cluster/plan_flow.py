@@ -36,34 +36,36 @@ class States:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Tokens per second: of one set of serving nodes that captures, of one training node, of what one trainer rank reads."""
+    """Tokens per second: of one set of serving nodes that captures, of one training node, of what one trainer rank reads.
 
-    capture: float
+    ``capture`` None: nothing captures meanwhile, or its rate is not known.
+    """
+
+    capture: float | None
     training_node: float
     client: float
 
     def bottleneck(self, *, num_sets: int, num_training_nodes: int, num_ranks: int) -> tuple[str, float]:
         """Which side the others wait for, and its rate."""
-        sides = {
-            "capture": num_sets * self.capture,
-            "training": num_training_nodes * self.training_node,
-            "transfers": num_ranks * self.client,
-        }
+        sides = {"training": num_training_nodes * self.training_node, "transfers": num_ranks * self.client}
+        if self.capture is not None:
+            sides["capture"] = num_sets * self.capture
         slowest = min(sides, key=lambda side: sides[side])
         return slowest, sides[slowest]
 
-    def training_nodes(self, num_sets: int) -> int:
-        """As many as keep up with ``num_sets`` that capture; at least one."""
-        return max(ceil(num_sets * self.capture / self.training_node), 1)
-
-    @property
-    def sets_per_training_node(self) -> float:
-        """Sets that one training node keeps up with; below 1 it holds back even one."""
-        return self.training_node / self.capture
-
-    def flip(self, *, num_sets: int, num_training_nodes: int) -> float:
-        """Capture rate of a set above which one more training node is needed."""
-        return num_training_nodes * self.training_node / num_sets
+    def balance(self, *, num_sets: int, num_training_nodes: int) -> dict[str, float]:
+        """Whether training keeps up with capture. ``training_nodes_needed``: as many as do, at least one;
+        ``flip_capture_tokens_per_s``: of a set, above which one more than planned is needed;
+        ``sets_per_training_node``: that one keeps up with. Empty where the rate of capture is not known.
+        """
+        if self.capture is None:
+            return {}
+        return {
+            "capture_tokens_per_s": num_sets * self.capture,
+            "training_nodes_needed": max(ceil(num_sets * self.capture / self.training_node), 1),
+            "flip_capture_tokens_per_s": num_training_nodes * self.training_node / num_sets,
+            "sets_per_training_node": self.training_node / self.capture,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

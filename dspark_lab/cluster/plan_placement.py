@@ -56,16 +56,19 @@ def place(
     num_sets: int,
     num_training_nodes: int,
     num_ranks: int,
+    captures: bool,
     one_machine: bool,
     mooncake_port: int = 50051,
     server_port: int = 8000,
 ) -> Sequence[Node]:
-    """Serving nodes set by set, then training nodes. Ranks and services count from 0; ``found`` None: nothing is served.
+    """Serving nodes set by set, then training nodes. Ranks and services count from 0; ``found`` None: of unknown size.
 
     ``one_machine``: a single node does everything (``cluster=local``).
     """
     nodes = []
-    for number in range(num_sets if found else 0):
+    if captures and found is None:
+        nodes.append(_node(0, 0, ["mooncake_master, segment of Mooncake, vLLM"], []))
+    for number in range(num_sets if captures and found else 0):
         assert found is not None
         for rank in range(found.num_nodes):
             does = ["mooncake_master"] * (number == 0 and rank == 0)

@@ -12,11 +12,11 @@ Figures = Mapping[str, float | str]
 def words(job: Job, found: Serving | None, rates: Rates, figures: Figures, memory: Mapping[str, float]) -> list[Line]:
     return [
         *_serving(job, found),
-        *(_line("training memory", holder, held / GB, "GB") for holder, held in memory.items()),
+        *(Line(section="training memory", name=holder, told=_bytes(held)) for holder, held in memory.items()),
         Line(
             section="training memory",
             name="of one GPU",
-            told=f"{_number(figures, 'training_bytes_per_gpu') / GB:.1f} of {job.hardware.memory_bytes / GB:.0f} GB",
+            told=f"{_bytes(_number(figures, 'training_bytes_per_gpu'))} of {_bytes(job.hardware.memory_bytes)}",
             because=f"{job.size.num_parameters / 1e9:.2f}e9 parameters of the drafter's own, "
             f"{2 * job.size.vocab_size * job.size.hidden_size / 1e9:.2f}e9 borrowed; {job.hardware.name}",
         ),
@@ -58,7 +58,11 @@ def _states(job: Job, figures: Figures) -> list[Line]:
             told=f"{states.token_bytes:,} bytes",
             because=f"({states.num_layers} + 1) x {states.hidden_size} x {states.number_bytes}",
         ),
-        _line("states", f"a row of {job.size.row_tokens:,} tokens", _number(figures, "row_bytes") / GB, "GB", digits=2),
+        Line(
+            section="states",
+            name=f"a row of {job.size.row_tokens:,} tokens",
+            told=_bytes(_number(figures, "row_bytes")),
+        ),
         Line(
             section="states",
             name="would be saved",
@@ -81,7 +85,7 @@ def _states(job: Job, figures: Figures) -> list[Line]:
             Line(
                 section="states",
                 name="network",
-                told=f"{need / GB:.2f} GB/s"
+                told=f"{_bytes(need)}/s"
                 + (f", {need / (card * nodes):.1%} of the cards of the training nodes" if card else ""),
                 because=f"a rank is assumed to read {job.assumed.client_bytes_per_s / GB:g} GB/s (plan.client_bytes_per_s)",
             )
@@ -97,9 +101,10 @@ def _rates(job: Job, rates: Rates, figures: Figures) -> list[Line]:
         told=f"{_number(figures, 'training_tokens_per_s'):,.0f} tokens/s",
         because=f"assumed {job.assumed.training_flops_share:.0%} of the bf16 peak (plan.training_flops_share)",
     )
-    if not job.live:
-        return [training]
-    flip, sets = _number(figures, "flip_capture_tokens_per_s"), rates.sets_per_training_node
+    if rates.capture is None:
+        unknown = Line(section="rates", name="capture", told="not known", because="target.serving is null")
+        return [unknown, training] if job.live else [training]
+    flip, sets = _number(figures, "flip_capture_tokens_per_s"), _number(figures, "sets_per_training_node")
     needed = int(_number(figures, "training_nodes_needed"))
     return [
         Line(
@@ -151,7 +156,7 @@ def _whole(job: Job, figures: Figures) -> list[Line]:
         Line(
             section="in all",
             name="disk",
-            told=f"{_number(figures, 'disk_bytes') / GB:,.0f} GB",
+            told=_bytes(_number(figures, "disk_bytes")),
             because="three checkpoints" + ("" if job.live else " and all captured states"),
         ),
     ]
@@ -161,8 +166,12 @@ def _whole(job: Job, figures: Figures) -> list[Line]:
     return lines
 
 
-def _line(section: str, name: str, value: float, unit: str, *, digits: int = 1) -> Line:
-    return Line(section=section, name=name, told=f"{value:,.{digits}f} {unit}")
+def _line(section: str, name: str, value: float, unit: str) -> Line:
+    return Line(section=section, name=name, told=f"{value:,.1f} {unit}")
+
+
+def _bytes(value: float) -> str:
+    return f"{value / GB:,.1f} GB" if value >= 1e8 else f"{value / 1e6:,.2f} MB"
 
 
 def _number(figures: Figures, name: str) -> float:

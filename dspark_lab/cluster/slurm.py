@@ -1,7 +1,7 @@
 """One batch script for a run on a Slurm cluster: a step for each role, from the template ``slurm.sh.jinja``.
 
-Nodes in Slurm's order: ``num_sets`` x ``nodes_per_set`` for engines, then those of training. The script runs as a batch job or
-inside an allocation of that many nodes.
+Nodes in Slurm's order: ``num_sets`` x ``nodes_per_set`` for engines, then those of training. The script runs as a batch job,
+or inside an allocation of that many nodes.
 """
 
 import re

@@ -19,8 +19,8 @@ CONTRADICTIONS: Sequence[Rule] = (
                 {"regenerate", "capture", *(["train"] if config.data.source == "live" else [])} & set(_stages(config))
             )
         ),
-        "engine=vllm needs servers: cluster=local and cluster=slurm start them; or name those that run in engine.endpoints or "
-        "engine.endpoints_file",
+        "engine=vllm needs servers: cluster=local and cluster=slurm start them; or name those that run in engine.endpoints "
+        "or engine.endpoints_file",
     ),
     (
         lambda chosen, config: chosen["engine"] == "vllm" and len(_endpoints(config)) == 2,

@@ -49,8 +49,8 @@ def must_launch(parts: Parts) -> bool:
         return False
     if parts.config.trainer.num_nodes > 1:
         raise ValueError(
-            f"trainer.num_nodes={parts.config.trainer.num_nodes}: ranks on other machines have to be started with torchrun "
-            "or srun, as `... python -m dspark_lab <the same overrides> stages=train`"
+            f"trainer.num_nodes={parts.config.trainer.num_nodes}: cluster=slurm starts ranks on other machines; elsewhere "
+            "they have to be started with torchrun, as `... -m dspark_lab <the same overrides> stages=train`"
         )
     if parts.info.choices["store"] == "memory":
         raise ValueError(f"store=memory is seen by one process only, and training needs {wanted}: use store=disk")
@@ -94,6 +94,7 @@ def job_arguments(parts: Parts) -> list[str]:
     return [
         *(f"--config-dir={folder}" for folder in folders),
         *job_overrides(),
+        f"home={_quoted(parts.home.absolute())}",
         f"run.root={_quoted(parts.run.directory.parent.absolute())}",
         f"run.name={_quoted(parts.run.directory.name)}",
         "run.fresh=false",

@@ -1,7 +1,9 @@
 """Stage *export*: weights, config and both cards of the trained drafter."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from dspark_lab.checkpoint.card import Provenance, model_card, target_licence
@@ -43,9 +45,9 @@ def export(parts: Parts) -> Outcome:
         acceptance=markdown(Collection((RunResult(parts.run.directory, results),), {})),
     )
     warnings = unservable(drafter)
-    command = serve_command(description, target=verifier, folder=str(folder))
+    command = partial(serve_command, description, target=verifier, folder=str(folder), arguments=recipe.serve_arguments)
     schedule = engine_schedule(parts)
-    under_load = _under_load(description, schedule, target=verifier, folder=str(folder))
+    under_load = _under_load(description, schedule, command)
     num_bytes = write_folder(
         folder,
         config=config_of(description, verifier=verifier, architecture=spec.architecture, dtype=recipe.dtype),
@@ -54,7 +56,7 @@ def export(parts: Parts) -> Outcome:
             description,
             provenance,
             verifier=verifier,
-            serve_command=command,
+            serve_command=command(),
             under_load=under_load,
             warnings=warnings,
         ),
@@ -67,15 +69,14 @@ def export(parts: Parts) -> Outcome:
     return {}, []
 
 
-def _under_load(description: Description, schedule: EngineSchedule | str, *, target: str, folder: str) -> str:
+def _under_load(description: Description, schedule: EngineSchedule | str, command: Callable[..., str]) -> str:
     """What vLLM can be told of how many tokens to verify, and what it cannot."""
     lines = []
     if isinstance(schedule, str):
         lines.append(f"No lengths by load: {schedule}.")
     else:
-        command = serve_command(description, target=target, folder=folder, lengths=schedule.ranges)
         lines.append(
-            f"Draft tokens by the number of requests in a step, predicted ({schedule.basis}):\n\n```bash\n{command}\n```"
+            f"Draft tokens by the number of requests in a step, predicted ({schedule.basis}):\n\n```bash\n{command(lengths=schedule.ranges)}\n```"
         )
     if description.algorithm == "dspark":
         lines.append(

@@ -34,8 +34,9 @@ def write_job(parts: Parts, stages: Sequence[str]) -> Path:
     present = allocated_nodes(os.environ)
     if present is not None and present != job.num_nodes(work):
         raise ValueError(
-            f"this allocation has {present} nodes, {job.num_nodes(work)} are needed: {job.num_engine_nodes(work)} for engines "
-            f"(cluster.num_sets x cluster.nodes_per_set) and trainer.num_nodes={work.num_nodes} for training"
+            f"this allocation has {present} nodes, {job.num_nodes(work)} are needed: {job.num_engine_nodes(work)} for "
+            f"engines (cluster.num_sets x cluster.nodes_per_set), trainer.num_nodes={work.num_nodes} for training. Give the "
+            "command in one of that size, or in none"
         )
     script = parts.run.directory / SCRIPT
     (parts.run.directory / "logs").mkdir(exist_ok=True)
@@ -83,7 +84,8 @@ def work_of(parts: Parts, stages: Sequence[str]) -> Work:
     return Work(
         name=parts.run.name,
         folder=parts.run.directory.absolute(),
-        arguments=tuple(without_cluster(job_arguments(parts))),
+        # The number of nodes too: an experiment may take it from a setting of the cluster, as ${cluster.num_sets}.
+        arguments=(*without_cluster(job_arguments(parts)), f"trainer.num_nodes={trainer.num_nodes}"),
         before=tuple(before),
         train="train" in stages,
         after=tuple(after),

@@ -122,9 +122,9 @@ def test_the_job_is_the_recipes() -> None:
     )  # fmt: skip
     job = build(config, "cluster").render(work)
     for part in (
-        "#SBATCH --nodes=3", "#SBATCH --gpus-per-node=4", "--tensor-parallel-size 8", "--enable-expert-parallel", "--headless",
-        "--max-model-len 8193", "--max-num-seqs 64", "--max-num-batched-tokens 32768", "--nnodes 2", "-rpc_thread_num=8",
-        "-global_segment_size=34359738368", "-enable_disk_eviction=false", "export NCCL_MNNVL_ENABLE=1",
-        "export VLLM_ENGINE_READY_TIMEOUT_S=3600", "[24, 48, 72, 88, 92, 93]",
+        "#SBATCH --nodes=3", "#SBATCH --gpus-per-node=4", "--tensor-parallel-size 8", "--enable-expert-parallel",
+        "--headless", "--max-model-len 8193", "--max-num-seqs 64", "--max-num-batched-tokens 32768", "--nnodes 2",
+        "-rpc_thread_num=8", "-global_segment_size=34359738368", "-enable_disk_eviction=false",
+        "export NCCL_MNNVL_ENABLE=1", "export VLLM_ENGINE_READY_TIMEOUT_S=3600", "[24, 48, 72, 88, 92, 93]",
     ):  # fmt: skip
         assert part in job, part

@@ -17,6 +17,7 @@ from dspark_lab.checkpoint.engines import serve_command, unservable
 from dspark_lab.checkpoint.speculators import config_of
 from dspark_lab.cluster.plan_memory import TrainingPlace, training_memory
 from dspark_lab.drafter.base import Drafter
+from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.plan import drafter_on_meta, size_of, spec_of_facts
 from dspark_lab.training.sharding import shard
 from dspark_lab.training.trainer import choose_strategy
@@ -33,8 +34,13 @@ def true_size() -> tuple[DictConfig, Drafter]:
 
 
 @pytest.fixture(scope="module")
-def drafter() -> Drafter:
-    return true_size()[1]
+def true() -> tuple[DictConfig, Drafter]:
+    return true_size()
+
+
+@pytest.fixture(scope="module")
+def drafter(true: tuple[DictConfig, Drafter]) -> Drafter:
+    return true[1]
 
 
 def test_parameters_and_names(drafter: Drafter) -> None:
@@ -51,7 +57,8 @@ def test_parameters_and_names(drafter: Drafter) -> None:
     assert shapes["confidence_head.proj.weight"] == (1, 7168 + 256)
 
 
-def test_its_export_is_the_published_one(drafter: Drafter) -> None:
+def test_its_export_is_the_published_one(true: tuple[DictConfig, Drafter]) -> None:
+    recipe, drafter = true
     description = describe(drafter)
     config = config_of(
         description, verifier="moonshotai/Kimi-K3", architecture=drafter.target.architecture, dtype="bfloat16"
@@ -65,11 +72,15 @@ def test_its_export_is_the_published_one(drafter: Drafter) -> None:
     assert layers["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
     assert (layers["rms_norm_eps"], layers["max_position_embeddings"]) == (1e-5, 1048576)
     assert unservable(drafter) == []
-    command = serve_command(description, target="moonshotai/Kimi-K3", folder="DIR")
+    command = serve_command(
+        description, target="moonshotai/Kimi-K3", folder="DIR", arguments=build(recipe, "export").serve_arguments
+    )
     wanted = (
         '{"model": "DIR", "num_speculative_tokens": 8, "method": "dspark", "draft_sample_method": "probabilistic", '
     )
     assert wanted + '"rejection_sample_method": "block"}' in command
+    for part in ("--tensor-parallel-size 16", "--max-model-len 1048576", "--kv-cache-dtype fp8", "TOKENSPEED_MLA"):
+        assert part in command
 
 
 @pytest.fixture

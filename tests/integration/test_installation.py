@@ -47,7 +47,10 @@ def test_wheel_in_an_empty_folder(tmp_path: Path) -> None:
     ).stdout  # fmt: skip
     assert "name: tiny" in out
     shipped = zipfile.ZipFile(wheel).namelist()
-    for needed in ("assets/tiny/model.safetensors", "report/template.html.jinja", "conf/experiment/smoke.yaml"):
+    for needed in (
+        "assets/tiny/model.safetensors", "report/template.html.jinja", "cluster/slurm.sh.jinja",
+        "conf/experiment/smoke.yaml",
+    ):  # fmt: skip
         assert f"dspark_lab/{needed}" in shipped
 
 

@@ -1,4 +1,4 @@
-"""The rendered job on a real Slurm of three virtual nodes: what it starts, how it fails, how it goes on after a time limit."""
+"""The rendered job on a real Slurm of three virtual nodes: what it starts, how it fails, how a time limit is survived."""
 
 import os
 import re
@@ -85,9 +85,17 @@ class Job:
         deadline = time.monotonic() + within_s
         while not happened():
             if time.monotonic() > deadline or self.shown["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
-                logs = {path.name: path.read_text()[-2000:] for path in (self.folder / "logs").glob("*.log")}
-                raise AssertionError(f"{self.shown['JobState']}: " + "\n".join(f"== {k}\n{v}" for k, v in logs.items()))
+                raise AssertionError(f"{self.shown['JobState']}: {self.all_logs()}")
             time.sleep(0.3)
+
+    def start_again(self) -> None:
+        """Once it is queued again: now, instead of after Slurm's two minutes."""
+        self.wait(lambda: (self.shown["JobState"], self.shown["Restarts"]) == ("PENDING", "1"), within_s=90)
+        time.sleep(3)  # what Slurm signs in the second in which it ended the first start counts as revoked with it
+        self.slurm.call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+
+    def all_logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in (self.folder / "logs").glob("*.log"))
 
     def end(self, *, within_s: float) -> dict[str, str]:
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -124,11 +132,10 @@ def submit(slurm: VirtualSlurm, script: Path) -> Job:
 def test_a_time_limit_leads_to_a_checkpoint_and_to_a_second_start(slurm: VirtualSlurm, tmp_path: Path) -> None:
     """Slurm sends the signal up to a minute before it is due."""
     job = submit(slurm, write(tmp_path, "cluster.time_limit='00:01:00'", "cluster.save_before_s=50"))
-    job.wait(lambda: job.shown["Restarts"] == "1" and job.shown["JobState"] == "PENDING", within_s=90)
-    slurm.call("scontrol", "update", f"JobId={job.id}", "StartTime=now")  # Slurm would wait for two minutes
+    job.start_again()
     shown = job.end(within_s=90)
     assert (shown["JobState"], shown["Restarts"]) == ("COMPLETED", "1"), job.log()
-    assert "training is saved; the job is queued again" in job.log() and job.log().endswith(f"done: {tmp_path}\n")
+    assert "time is up: the job is queued again" in job.log() and job.log().endswith(f"done: {tmp_path}\n")
     for rank, said in enumerate(map(job.log, ("rank_0", "rank_1"))):
         assert said.count("seed=1") == 2 and said.count("saved") == 1
         assert f"rank {rank} of 2 by 10.77.1.10:29500, fabric fab0 10.77.1.{10 + rank}" in said
@@ -144,8 +151,12 @@ def test_a_rank_that_fails_ends_the_job_with_its_name_words_and_code(slurm: Virt
     assert re.search(
         r"error: rank_1 ended with exit code 7; the last lines of .*rank_1.log:\n(.*\n)*    no such device", done.stdout
     )
+    await_end_of_all(tmp_path)
+
+
+def await_end_of_all(folder: Path) -> None:
     deadline = time.monotonic() + 20
-    while left := processes(tmp_path):
+    while left := processes(folder):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
 
@@ -190,42 +201,73 @@ class TestWithServices:
         )
         assert "saved" in job.log("rank_0") and "saved" in job.log("rank_1")
 
-    def test_live_training_over_three_nodes(self, slurm: VirtualSlurm, tmp_path: Path) -> None:
-        """The command itself submits: a master, a segment, a real vLLM on one node, and a rank on each of the two others."""
-        environment = {
-            **os.environ, **slurm.environment, "DSPARK_LAB_HOME": str(tmp_path / "home"), "COLUMNS": "120", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-
-        def call(experiment: str, *overrides: str) -> str:
-            command = [sys.executable, "-m", "dspark_lab", f"+experiment={experiment}", *SMALL,
-                       f"run.root={tmp_path / 'runs'}", *overrides]  # fmt: skip
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
-            return done.stdout
-
-        call("smoke", "stages=regenerate")  # else a second engine would start
-        printed = call(
-            "live_cpu", "stages=[capture,train,report]", "run.name=job", "cluster=slurm", "cluster.submit=true",
-            f"cluster.subnet={SUBNET}", "trainer.num_nodes=2", "cluster.sbatch_options=[]",
-            "cluster.mooncake.segment_bytes=268435456",
-        )  # fmt: skip
-        (job_id,) = re.findall(r"job (\d+) is submitted", printed)
-        job = Job(slurm, job_id, tmp_path / "runs" / "job")
-        shown = job.end(within_s=400)
-        logs = "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in (job.folder / "logs").glob("*.log"))
-        assert shown["JobState"] == "COMPLETED", logs
-        started = dict(re.findall(r"(\w+) starts on (gb\d)", job.log()))
-        assert started == {
+    def test_live_training_over_three_nodes(self, live: "Live") -> None:
+        """A master, a segment and a real vLLM on one node, and a rank on each of the two others."""
+        job = live.job
+        assert job.end(within_s=600)["JobState"] == "COMPLETED", job.all_logs()
+        assert dict(re.findall(r"(\w+) starts on (gb\d)", job.log())) == {
             "mooncake_master": "gb0", "segment_0": "gb0", "vllm_0": "gb0", "ready": "gb1", "before_training": "gb1",
             "rank_0": "gb1", "rank_1": "gb2", "after_training": "gb1",
         }  # fmt: skip
         stages = {stage.name: stage for stage in read_results(job.folder).stages}
         assert stages["capture"].events["left to live capture"] == stages["train"].num_out
         assert stages["train"].events["live samples used"] >= stages["train"].num_out // 2
-        assert len(losses(job.folder)) == 6
-        assert not processes(tmp_path / "runs")
+        assert num_steps(job.folder) == 6
+        await_end_of_all(job.folder)
+
+    def test_training_goes_on_after_the_signal_of_a_time_limit(self, live: "Live") -> None:
+        """On what the live training kept, without services: saved in both ranks, queued again, done in the second start."""
+        job = live.submit(
+            "stages=train", "run.name=stored", "data.source=stored", "store=disk", "trainer.max_steps=12",
+            "trainer.val_every_steps=12", "trainer.checkpoint_every_steps=1000",
+        )  # fmt: skip
+        job.wait(lambda: num_steps(job.folder) >= 2, within_s=300)
+        job.slurm.call("scancel", "--batch", "--signal=USR1", job.id)
+        job.start_again()
+        assert job.end(within_s=300)["JobState"] == "COMPLETED", job.all_logs()
+        saved, gone_on = (
+            re.findall(rf"{words} (\d+)", job.log("rank_0")) for words in ("received: step", "on from step")
+        )
+        assert saved == gone_on and 2 <= int(saved[0]) < 12
+        assert num_steps(job.folder) == 12 and "vllm" not in job.log()
 
 
-def losses(run_dir: Path) -> list[float]:
+class Live:
+    """A run of the command itself, submitted; its home has answers, and keeps what it captures."""
+
+    def __init__(self, slurm: VirtualSlurm, folder: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+        self._call("+experiment=smoke", "stages=regenerate")  # else a second engine would start
+        self.job = self.submit(
+            "stages=[capture,train,report]",
+            "run.name=live",
+            "store.keep=disk",
+            "cluster.mooncake.segment_bytes=268435456",
+        )
+
+    def submit(self, *overrides: str) -> Job:
+        printed = self._call(
+            "+experiment=live_cpu", "cluster=slurm", "cluster.submit=true", f"cluster.subnet={SUBNET}",
+            "cluster.sbatch_options=[]", "trainer.num_nodes=2", *overrides,
+        )  # fmt: skip
+        (job_id,) = re.findall(r"job (\d+) is submitted", printed)
+        (name,) = (value for value in overrides if value.startswith("run.name="))
+        return Job(self.slurm, job_id, self.folder / "runs" / name.removeprefix("run.name="))
+
+    def _call(self, *overrides: str) -> str:
+        home = {"DSPARK_LAB_HOME": str(self.folder / "home"), "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "dspark_lab", *SMALL, f"run.root={self.folder / 'runs'}", *overrides]
+        environment = {**os.environ, **self.slurm.environment, **home}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def live(slurm: VirtualSlurm, tmp_path_factory: pytest.TempPathFactory) -> Live:
+    return Live(slurm, tmp_path_factory.mktemp("live"))
+
+
+def num_steps(run_dir: Path) -> int:
     found = curve(read_metrics(run_dir), "train/loss")
-    return [] if found is None else list(found.value)
+    return 0 if found is None else len(found.value)

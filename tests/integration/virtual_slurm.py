@@ -1,7 +1,7 @@
 """A real Slurm on this machine: virtual nodes, each in a network namespace of its own, on a bridge.
 
 Each node has an interface ``fab0`` in the subnet of the "fast fabric", and a second one, ``mgmt0``, to which its name
-resolves: whoever takes an address by name alone takes the wrong interface. Needs root, ``slurm-wlm``, ``munge``, ``iproute2``.
+resolves: whoever takes an address by name alone takes the wrong interface. Needs root, slurm-wlm, munge and iproute2.
 """
 
 import os
@@ -118,7 +118,7 @@ class VirtualSlurm:
                 management=MANAGEMENT,
                 names=f"gb[0-{last}]",
                 addresses=f"{MANAGEMENT}.[10-{10 + last}]",
-            )  # fmt: skip
+            )
         )
         names = [f"{MANAGEMENT}.{10 + index} {node}" for index, node in enumerate(self.nodes)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{MANAGEMENT}.1 {host}", *names, ""]))

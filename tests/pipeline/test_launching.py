@@ -30,7 +30,7 @@ def test_a_group_is_launched_when_there_are_more_ranks_than_processes() -> None:
     ("overrides", "given", "says"),
     [
         (["trainer.devices=2"], {"store": "memory"}, "store=memory is seen by one process only"),
-        (["trainer.num_nodes=2"], {}, "started with torchrun"),
+        (["trainer.num_nodes=2"], {}, "cluster=slurm starts ranks on other machines"),
         (["trainer.devices=0"], {}, "trainer.devices=0 must be a number of at least 1, or auto"),
         (["trainer.num_nodes=auto"], {}, "trainer.num_nodes='auto' must be a number of at least 1$"),
         (["trainer.devices=3"], {"num_ranks": 2}, "one of 2 ranks, but .* asks for 3"),

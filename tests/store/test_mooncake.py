@@ -11,6 +11,7 @@ import torch
 from mooncake_world import World, needs_mooncake, shared_world, spoil
 from stored_samples import MANIFEST, is_intact, key_of, sample_of
 
+from dspark_lab.cluster.doctor_look import Look
 from dspark_lab.records import TargetSample
 from dspark_lab.store.mooncake_admin import object_names
 from dspark_lab.store.protocol import CorruptSampleError, MissingSampleError, NoRoomError
@@ -246,3 +247,11 @@ class TestLargeSample:
             assert objects_of(world, store) == {"manifest"}
         finally:
             world.close()
+
+
+def test_the_doctor_measures_put_and_get_and_leaves_nothing(world: World) -> None:
+    settings = world.settings()
+    connection = {name: settings[name] for name in ("master_address", "protocol", "rdma_devices", "local_hostname")}
+    put, get = Look().transfer(connection, 2**22)
+    assert 1e6 < put < 1e12 and 1e6 < get < 1e12
+    assert not object_names(world.master.admin_url, prefix="dspark_lab-doctor")
