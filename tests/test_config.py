@@ -158,7 +158,8 @@ def test_stages_keep_the_order_of_the_way_through() -> None:
     for wrong in ("serv", ["train", "trian"], []):
         with pytest.raises(
             ValueError,
-            match="plan, doctor, regenerate, capture, train, evaluate, calibrate, export, serve, profile, simulate, report",
+            match="plan, doctor, regenerate, capture, train, evaluate, calibrate, export, serve, profile, simulate, "
+            "recompute, collect, report, show",
         ):
             requested_stages(wrong)
 

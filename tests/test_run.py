@@ -1,5 +1,6 @@
 """A run's identity, folder and lock."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,21 @@ def test_a_run_in_use_is_refused(tmp_path: Path) -> None:
         open_run(tmp_path, name="r", config_hash="h", fresh=False),
     ):
         pass
+
+
+def test_a_job_of_a_sweep_waits_for_the_run_that_another_one_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entered = threading.Event()
+
+    def later() -> None:
+        with open_run(tmp_path, name="r", config_hash="h", fresh=False, wait=True):
+            entered.set()
+
+    waiting = threading.Thread(target=later)
+    with open_run(tmp_path, name="r", config_hash="h", fresh=False):
+        waiting.start()
+        assert not entered.wait(0.3)
+    waiting.join(timeout=10)
+    assert entered.is_set()
+    assert "r: waiting for another job" in capsys.readouterr().out

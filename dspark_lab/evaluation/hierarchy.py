@@ -7,11 +7,12 @@ Seeds are drawn S - 1 at a time, which makes the variance of their mean unbiased
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 POWER = 2.8
 """A difference of so many standard errors is found at the 5 % level in 80 % of repetitions: 1.96 + 0.84."""
 

@@ -49,8 +49,10 @@ def read_all_traces(path: Path) -> dict[str, tuple[Trace, ...]]:
 
 def _trace(values: Mapping[str, Any]) -> Trace:
     token_ids = values.get("token_ids")
-    steps = tuple(
-        VerifyStep(**{name: tuple(value) if isinstance(value, list) else value for name, value in step.items()})
-        for step in values["steps"]
-    )
+    steps = tuple(map(_step, values["steps"]))
     return Trace(**{**values, "steps": steps, "token_ids": None if token_ids is None else tuple(token_ids)})
+
+
+def _step(values: Mapping[str, Any]) -> VerifyStep:
+    plain: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return VerifyStep(**plain)

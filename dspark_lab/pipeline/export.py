@@ -75,8 +75,9 @@ def _under_load(description: Description, schedule: EngineSchedule | str, comman
     if isinstance(schedule, str):
         lines.append(f"No lengths by load: {schedule}.")
     else:
+        line = command(lengths=schedule.ranges)
         lines.append(
-            f"Draft tokens by the number of requests in a step, predicted ({schedule.basis}):\n\n```bash\n{command(lengths=schedule.ranges)}\n```"
+            f"Draft tokens by the number of requests in a step, predicted ({schedule.basis}):\n\n```bash\n{line}\n```"
         )
     if description.algorithm == "dspark":
         lines.append(

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from dspark_lab.data.answers import Assignment
 from dspark_lab.pipeline.parts import Parts, packaged
+from dspark_lab.pipeline.sweep import in_sweep
 from dspark_lab.progress import console
 from dspark_lab.records import content_hash
 from dspark_lab.report.results import RESULTS_FILE, Results, RunInfo, read_results
@@ -79,7 +80,7 @@ def forecast(config: DictConfig, info: RunInfo, stages: Sequence[str]) -> None:
             time_s, unknown = (time_s + known, unknown) if known is not None else (time_s, [*unknown, stage])
     PLANNED.time_s += time_s
     left_out = f" without {', '.join(unknown)}, of which no earlier run is here" if unknown else ""
-    console.print(f"[bold]job {HydraConfig.get().job.get('num', 0)}[/bold] -> {run.directory}")
+    console.print(f"[bold]job {HydraConfig.get().job.num if in_sweep() else 0}[/bold] -> {run.directory}")
     for line in [*told, f"time: about {duration_text(time_s)}{left_out}"]:
         console.print(f"  {line}")
     total = f"at most {PLANNED.num_bytes / 2**20:,.0f} MiB of states, about {duration_text(PLANNED.time_s)}"

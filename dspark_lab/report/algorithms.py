@@ -1,5 +1,6 @@
 """Runs that differ in nothing but the seed are one algorithm: its rows, its prompt sets, and how algorithms differ."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark_lab.evaluation.acceptance import count_acceptance
+from dspark_lab.evaluation.acceptance import acceptance_length, count_acceptance
 from dspark_lab.evaluation.hierarchy import Difference, SeedCounts, Spread, compare, spread
 from dspark_lab.records import Metric, Trace, content_hash
 from dspark_lab.report.collect import Collection, RunResult, flatten
@@ -85,8 +86,8 @@ def domain_lengths(rows: Sequence[Row]) -> list[DomainLength]:
                 continue
             (known,) = spread([counts])
             value, low, high = (float(part[0]) + 1 for part in (known.value, known.low, known.high))
-            interval = (None, None) if np.isnan(low) else (low, high)
-            found.append(DomainLength(row.label, domain, value, *interval, counts.numerators.shape[1]))
+            ends = (None, None) if np.isnan(low) else (low, high)
+            found.append(DomainLength(row.label, domain, value, ends[0], ends[1], counts.numerators.shape[1]))
     return found
 
 
@@ -104,8 +105,9 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
         seeds = [counts.num_seeds for _, counts in counted]
         for difference in compare(spread([counts for _, counts in counted]), seeds):
             pair = difference.first, difference.second
-            names = [counted[k][0].label for k in pair]
-            made.append(Comparison(*names, how, difference, (seeds[pair[0]], seeds[pair[1]]), len(prompts)))
+            first, second = (counted[k][0].label for k in pair)
+            both = seeds[pair[0]], seeds[pair[1]]
+            made.append(Comparison(first, second, how, difference, both, len(prompts)))
     return made
 
 
@@ -115,7 +117,10 @@ def row_traces(row: Row, how: str) -> list[tuple[Trace, ...]]:
     for run in row.runs:
         found = run.traces.get(ORIGINS[how])
         newest = run.metric("acceptance_length", origin=ORIGINS[how])
-        if not found or newest is None or any(newest.setting.get(key) != value for key, value in row.setting.items()):
+        if not found or newest is None or newest.value is None:
+            return []
+        other = any(newest.setting.get(key) != value for key, value in row.setting.items())
+        if other or not math.isclose(acceptance_length(found), newest.value):
             return []
         traces.append(found)
     return traces

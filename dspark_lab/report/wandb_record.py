@@ -30,7 +30,7 @@ def record(run: RunResult, wandb_run: Any) -> None:
     wandb_run.summary.update(summary_of(run))
     domains = domain_lengths(algorithm_rows(Collection((run,), {})))
     if domains:
-        cells = [[entry.domain, entry.value, entry.low, entry.high, entry.num_prompts] for entry in domains]
+        cells: list[Any] = [[entry.domain, entry.value, entry.low, entry.high, entry.num_prompts] for entry in domains]
         wandb_run.log({"acceptance by prompt set": wandb.Table(columns=list(DOMAIN_COLUMNS), data=cells)})
     if run.examples:
         wandb_run.log({"examples": wandb.Html(examples_html(run.examples), inject=False)})

@@ -31,9 +31,10 @@ def publish(collection: Collection, place: Place, *, title: str, question: str |
     """
     try:
         import wandb
-        import wandb_workspaces.reports.v2 as reports
+        from wandb_workspaces.reports import v2
     except ModuleNotFoundError as error:
         raise ValueError('report.wandb=true needs W&B: pip install "dspark_lab[wandb]"') from error
+    reports: Any = v2  # it exports its names in a way that type checkers do not see
     known = folder / ID_FILE
     report = reports.Report(
         project=place.project,

@@ -11,8 +11,9 @@ from dspark_lab.report.collect import collect
 from dspark_lab.report.jobs import read_jobs
 from dspark_lab.report.recompute import recompute
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-SMALL = ["+experiment=smoke", "stages=[regenerate,capture,train,evaluate]", "trainer.max_steps=2", "data.num_workers=0",
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+STAGES = "stages=[regenerate,capture,train,evaluate]"
+SMALL = ["+experiment=smoke", "trainer.max_steps=2", "data.num_workers=0",
          "data.train.num_prompts=12", "data.validation.num_prompts=2", "benchmark.prompts.num_prompts=4",
          "callbacks.replay.num_conversations=1", "evaluate.mode=replay", "data.max_new_tokens=40"]  # fmt: skip
 
@@ -32,7 +33,7 @@ def sweep(folder: Path, *overrides: str) -> int:
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sweep")
-    assert sweep(folder, "+sweep=drafters") == 0
+    assert sweep(folder, "+sweep=drafters", STAGES) == 0
     return folder
 
 
@@ -48,16 +49,17 @@ def test_nine_jobs_cost_one_capture(swept: Path) -> None:
 
 
 def test_a_second_sweep_plans_nothing_and_skips_what_is_done(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep(swept, "+sweep=drafters", "sweep.dry=true", "trainer.max_steps=3") == 0
+    assert sweep(swept, "+sweep=drafters", STAGES, "sweep.dry=true", "trainer.max_steps=3") == 0
     planned = capsys.readouterr().out
     assert planned.count("answers: 18 there, 0 to make") == planned.count("states: 18 there, 0 to make") == 9
     assert planned.count("training: 2 of 3 steps there") == 9
-    assert sweep(swept, "+sweep=drafters") == 0
+    assert sweep(swept, "+sweep=drafters", STAGES) == 0
     assert capsys.readouterr().out.count("skipped, this job was done at") == 9
 
 
 def test_a_job_that_fails_is_named_and_the_others_go_on(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert sweep(swept, "-m", "drafter=dspark", "seed=1", "stages=evaluate", "evaluate.num_draft_tokens=-1,2,3") == 1
+    assert sweep(swept, "hydra.mode=MULTIRUN", "drafter=dspark", "seed=1", "stages=evaluate",
+                 "evaluate.num_draft_tokens=-1,2,3") == 1  # fmt: skip
     said = capsys.readouterr().err
     assert "Traceback" not in said and said.count("error: job 0 ") == 1
     assert [record.error is None for record in read_jobs(swept / "runs")][-3:] == [False, True, True]

@@ -11,6 +11,7 @@ from synthetic_runs import DRAFTERS, make_run
 
 from dspark_lab.evaluation.acceptance import acceptance_metrics
 from dspark_lab.records import Trace, VerifyStep
+from dspark_lab.report.algorithms import algorithm_rows
 from dspark_lab.report.charts import calibration_chart, served_chart
 from dspark_lab.report.collect import collect
 from dspark_lab.report.comparison import comparison_rows, notes
@@ -147,7 +148,7 @@ def test_runs_of_one_drafter_are_told_apart_by_what_differs(tmp_path):
     assert sorted(labels) == ["dspark (learning_rate=0.0003)", "dspark (learning_rate=0.001)"]
     everything = collect([tmp_path])
     assert len({row.label for row in comparison_rows(everything)}) == 3
-    assert not any("One checkpoint" in note for note in notes(everything, comparison_rows(everything)))
+    assert not any("One checkpoint" in note for note in notes(everything, algorithm_rows(everything)))
 
 
 def test_two_settings_of_one_run_are_two_rows(tmp_path):

@@ -53,12 +53,12 @@ def test_each_job_is_one_offline_run_with_what_was_found_out(tmp_path: Path, off
         assert wandb.run is None
         assert len(list((tmp_path / name).glob("wandb/offline-run-*/*.wandb"))) == 1
     assert list((tmp_path / "one").glob("wandb/offline-run-*/files/media/**/*.html")), "the examples"
-    rows = {row["metric"]: row for row in wandb_rows([tmp_path / "one"])}
-    length = read_run(run).metric("acceptance_length", origin="measured")
-    assert length is not None
-    assert rows["acceptance_length"]["value"] == pytest.approx(length.value)
-    assert (rows["acceptance_length"]["origin"], rows["acceptance_length"]["unit"]) == ("measured", "tokens/step")
-    assert (rows["acceptance_length"]["drafter"], rows["acceptance_length"]["seed"]) == ("dspark", 3)
+    rows = {(row["metric"], row["origin"]): row for row in wandb_rows([tmp_path / "one"])}
+    for origin in ("measured", "replayed"):
+        length, row = read_run(run).metric("acceptance_length", origin=origin), rows["acceptance_length", origin]
+        assert length is not None and row["value"] == pytest.approx(length.value)
+        assert (row["unit"], row["drafter"], row["seed"]) == ("tokens/step", "dspark", 3)
+    assert rows["train/loss", None]["value"] == 1.0
 
 
 @pytest.mark.slow
