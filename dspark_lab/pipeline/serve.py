@@ -10,7 +10,7 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from dspark_lab.checkpoint.description import algorithm_of
+from dspark_lab.checkpoint.description import format_of
 from dspark_lab.checkpoint.engines import (
     VLLM_VERSION,
     cpu_faults,
@@ -42,8 +42,12 @@ def refuse_unservable(parts: Parts) -> None:
     """ValueError for a drafter that vLLM is known not to serve, before anything is trained."""
     node = parts.config.drafter
     options: Any = OmegaConf.to_container(node, resolve=True)
-    algorithm = algorithm_of(get_class(node._target_))
-    said = unservable_options(algorithm, options, parts.target.spec.rope_parameters)
+    said = unservable_options(
+        format_of(get_class(node._target_)).name,
+        options,
+        parts.target.spec.rope_parameters,
+        reduced=parts.config.data.draft_vocab_size is not None,
+    )
     if said:
         raise ValueError(f"{'; '.join(said)}. Or leave serve out of stages, or try it with export.force=true")
 
@@ -53,6 +57,7 @@ def serve(parts: Parts) -> Outcome:
     folder = parts.run.directory.resolve() / "export"
     if not (folder / RUN_CARD).is_file():
         raise ValueError(f"{folder} holds no export: add export to stages")
+    format_of(get_class(parts.config.drafter._target_))  # importing a class makes its format known
     checkpoint, recipe = read_checkpoint(str(folder)), parts.serving
     num_draft_tokens = recipe.num_draft_tokens or checkpoint.description.num_draft_tokens
     prompts = [prompt_only(conversation) for conversation in parts.tokenized["evaluation"][: recipe.num_prompts]]
