@@ -1,21 +1,19 @@
 """A drafter's architecture in the words of this project, whatever file it was read from or will be written to."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.drafter.block import BlockDrafter
-from dspark_lab.drafter.dflash import DFlash
+from dspark_lab.drafter.dflash import DFlash  # noqa: F401 (known by being imported)
 from dspark_lab.drafter.dspark import DSpark
 from dspark_lab.drafter.eagle3 import Eagle3
+from dspark_lab.drafter.format import CheckpointFormat
 from dspark_lab.drafter.layers import SlidingWindow
 from dspark_lab.records import TargetSpec
-
-Algorithm = Literal["eagle3", "dflash", "dspark"]
-ALGORITHMS: Mapping[type, Algorithm] = {Eagle3: "eagle3", DFlash: "dflash", DSpark: "dspark"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +52,16 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """``options`` have the keys of ``conf/drafter/<algorithm>.yaml`` that shape the network, with their values there.
+    """What a drafter is.
 
+    ``algorithm`` is the name of its ``CheckpointFormat``; ``options`` have the keys of its YAML in ``conf/drafter`` that
+    shape the network, with their values there.
     ``layer_ids`` are entering-layer ids (states *entering* these target layers); None: the file leaves them to the
     default. ``num_target_layers`` and ``verifier`` name the target where the file does; ``num_draft_tokens`` is what it
     proposes by default.
     """
 
-    algorithm: Algorithm
+    algorithm: str
     options: Mapping[str, Any]
     num_draft_tokens: int
     layer_ids: tuple[int, ...] | None
@@ -74,27 +74,42 @@ class Description:
     verifier: str | None = None
 
 
-def algorithm_of(drafter_class: type) -> Algorithm:
-    """ValueError for a class that no checkpoint format knows; a subclass may hold what its parent's format does not."""
-    if drafter_class not in ALGORITHMS:
-        known = ", ".join(f"{algorithm}" for algorithm in ALGORITHMS.values())
+def formats() -> Mapping[str, CheckpointFormat]:
+    """Of all drafter classes that have been imported, by name."""
+    return {found.name: found for cls in _derived(Drafter) if (found := _own_format(cls)) is not None}
+
+
+def format_of(drafter_class: type) -> CheckpointFormat:
+    """ValueError for a class that says none; a subclass may hold what its parent's format does not."""
+    found = _own_format(drafter_class)
+    if found is None:
         raise ValueError(
-            f"{drafter_class.__name__} has no checkpoint format (there are: {known}): leave export out of stages, or add "
-            "it to dspark_lab/checkpoint"
+            f"{drafter_class.__name__} has no checkpoint format (there are: {', '.join(sorted(formats()))}): leave export "
+            "out of stages, or give the class a checkpoint_format"
         )
-    return ALGORITHMS[drafter_class]
+    return found
+
+
+def _own_format(drafter_class: type) -> CheckpointFormat | None:
+    return vars(drafter_class).get("checkpoint_format")
+
+
+def _derived(cls: type) -> Iterator[type]:
+    for derived in cls.__subclasses__():
+        yield derived
+        yield from _derived(derived)
 
 
 def describe(drafter: Drafter) -> Description:
     """What a checkpoint says of ``drafter``. ValueError for a class that no format knows."""
-    algorithm = algorithm_of(type(drafter))
+    known = format_of(type(drafter))
     target = drafter.target
     return Description(
-        algorithm=algorithm,
-        options=_chain_options(drafter) if isinstance(drafter, Eagle3) else _block_options(drafter),
+        algorithm=known.name,
+        options=_chain_options(drafter) if isinstance(drafter, Eagle3) else _block_options(drafter, known),
         num_draft_tokens=drafter.num_draft_tokens,
         layer_ids=tuple(target.layer_ids),
-        mask_token_id=None if algorithm == "eagle3" else target.mask_token_id,
+        mask_token_id=None if drafter.chained else target.mask_token_id,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         draft_vocab_size=drafter.vocabulary.size,
@@ -124,7 +139,7 @@ def _chain_options(drafter: Eagle3) -> dict[str, Any]:
     }
 
 
-def _block_options(drafter: Drafter) -> dict[str, Any]:
+def _block_options(drafter: Drafter, known: CheckpointFormat) -> dict[str, Any]:
     assert isinstance(drafter, BlockDrafter)
     options = {
         "num_layers": len(drafter.layers),
@@ -132,6 +147,7 @@ def _block_options(drafter: Drafter) -> dict[str, Any]:
         "block_size": drafter.block_size,
         "sample_from_anchor": drafter.sample_from_anchor,
         "window": window_option(drafter.window_attention),
+        **{key: getattr(drafter, key) for key in known.own_keys},
     }
     if isinstance(drafter, DSpark):
         head = drafter.markov_head

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dspark_lab.checkpoint.description import Algorithm, Description, describe
+from dspark_lab.checkpoint.description import Description, describe, formats
 from dspark_lab.decoding.verification import Verification
 from dspark_lab.drafter.base import Drafter
 
@@ -15,29 +15,35 @@ VLLM_VERSION = "0.32"  # whose sources say the following
 def unservable(drafter: Drafter) -> list[str]:
     """What of ``drafter`` vLLM cannot serve, one sentence each with the mend; empty: it serves all of it."""
     found = describe(drafter)
-    return unservable_options(found.algorithm, found.options, found.layers.rope_parameters)
+    reduced = not drafter.vocabulary.is_full
+    return unservable_options(found.algorithm, found.options, found.layers.rope_parameters, reduced=reduced)
 
 
 def unservable_options(
-    algorithm: Algorithm, options: Mapping[str, Any], rope_parameters: Mapping[str, Any]
+    algorithm: str, options: Mapping[str, Any], rope_parameters: Mapping[str, Any], *, reduced: bool
 ) -> list[str]:
-    """The same from the config's ``drafter`` node, before anything is trained."""
-    said = []
+    """The same from the config's ``drafter`` node, before anything is trained. ``reduced``: it has a draft vocabulary."""
+    known, said = formats()[algorithm], []
+    if known.full_vocabulary and reduced:
+        said.append(
+            f"{algorithm} with a draft vocabulary: vLLM {VLLM_VERSION} would take its draft ids for the target's; train "
+            "with data.draft_vocab_size=null"
+        )
     if algorithm == "dspark" and options["markov"] != "vanilla":
         said.append(
             f"markov={options['markov'] or 'null'}: vLLM {VLLM_VERSION} computes the vanilla Markov head only; "
             "train with drafter.markov=vanilla"
         )
-    if algorithm == "dflash" and options["sample_from_anchor"]:
+    if known.method == "dflash" and options["sample_from_anchor"]:
         said.append(
-            f"DFlash with sample_from_anchor=true: vLLM {VLLM_VERSION} serves DFlash in the layout 1 + N only; train with "
-            "drafter.sample_from_anchor=false, or drafter=dspark for the anchor-first layout"
+            f"{algorithm} with sample_from_anchor=true: vLLM {VLLM_VERSION} serves DFlash in the layout 1 + N only; train "
+            "with drafter.sample_from_anchor=false, or drafter=dspark for the anchor-first layout"
         )
     window = options["window"]
-    if algorithm == "dflash" and window is not None and window["causal"] and window["full_layers"]:
+    if known.method == "dflash" and window is not None and window["causal"] and window["full_layers"]:
         said.append(
-            f"DFlash with a causal window and full_layers={list(window['full_layers'])}: vLLM {VLLM_VERSION} has one causal "
-            "flag for all layers; train with window.causal=false or window.full_layers=[]"
+            f"{algorithm} with a causal window and full_layers={list(window['full_layers'])}: vLLM {VLLM_VERSION} has one "
+            "causal flag for all layers; train with window.causal=false or window.full_layers=[]"
         )
     odd = [key for key in ("partial_rotary_factor", "mrope_section") if rope_parameters.get(key) not in (None, 1.0)]
     if odd:
@@ -47,7 +53,7 @@ def unservable_options(
     return said
 
 
-def unservable_adaptively(algorithm: Algorithm, *, on_cpu: bool) -> list[str]:
+def unservable_adaptively(algorithm: str, *, on_cpu: bool) -> list[str]:
     """Why vLLM cannot choose how many drafts to verify (``enable_adaptive_verification``)."""
     said = []
     if algorithm != "dspark":
@@ -62,7 +68,7 @@ def unservable_adaptively(algorithm: Algorithm, *, on_cpu: bool) -> list[str]:
     return said
 
 
-def cpu_faults(algorithm: Algorithm, options: Mapping[str, Any]) -> list[str]:
+def cpu_faults(algorithm: str, options: Mapping[str, Any]) -> list[str]:
     """Where vLLM's CPU engine computes something else than its GPU engine: small differences there are its own."""
     if algorithm == "eagle3" or options["num_layers"] == 1:
         return []
@@ -72,16 +78,14 @@ def cpu_faults(algorithm: Algorithm, options: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def needs_newer_runner(
-    algorithm: Algorithm, options: Mapping[str, Any], *, verification: Verification = "token"
-) -> bool:
+def needs_newer_runner(algorithm: str, options: Mapping[str, Any], *, verification: Verification = "token") -> bool:
     """Whether only vLLM's newer model runner has it.
 
-    DSpark; layers of two kinds, which need two groups of caches; and block verification, which the older one ignores.
+    Some algorithms; layers of two kinds in DFlash, which need two groups of caches; and block verification, which the older one ignores.
     """
-    window = options["window"]
-    mixed = algorithm == "dflash" and window is not None and bool(window["full_layers"])
-    return algorithm == "dspark" or mixed or verification == "block"
+    known, window = formats()[algorithm], options["window"]
+    mixed = known.method == "dflash" and window is not None and bool(window["full_layers"])
+    return known.newer_runner or mixed or verification == "block"
 
 
 def speculative_config(
@@ -96,7 +100,11 @@ def speculative_config(
 
     ``adaptive``: the engine chooses by the confidences how many of its drafts it verifies (DSpark's alone).
     """
-    found = {"model": folder, "num_speculative_tokens": num_draft_tokens, "method": description.algorithm}
+    found = {
+        "model": folder,
+        "num_speculative_tokens": num_draft_tokens,
+        "method": formats()[description.algorithm].method,
+    }
     if verification == "block":
         found |= {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
     return found | ({"enable_adaptive_verification": True} if adaptive else {})
@@ -123,12 +131,13 @@ def serve_command(
     if lengths:
         speculative["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in lengths]
     command = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative), *arguments]
-    # vLLM chooses the newer runner by itself for DSpark.
-    mixed = description.algorithm != "dspark" and needs_newer_runner(description.algorithm, description.options)
+    # vLLM chooses the newer runner by itself where only that has the algorithm at all.
+    chosen = formats()[description.algorithm].newer_runner
+    mixed = not chosen and needs_newer_runner(description.algorithm, description.options)
     return ("VLLM_USE_V2_MODEL_RUNNER=1 " if mixed else "") + shlex.join(command)
 
 
-def untold(algorithm: Algorithm) -> list[str]:
+def untold(algorithm: str) -> list[str]:
     """What of our schedulers vLLM cannot be told, one sentence each."""
     said = [
         f"thresholds and step times: vLLM {VLLM_VERSION} takes neither; `enable_adaptive_verification` measures its own"

@@ -10,6 +10,11 @@ from dspark_lab.checkpoint.description import Description
 from dspark_lab.checkpoint.speculators import layer_facts, read_heads, read_layers, read_window, required
 
 _DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_SCALES = {
+    "input_embedding_scale": (None, 1.0),
+    "output_multiplier": (None, 1.0),
+    "final_logit_softcapping": (None, 0.0),
+}
 
 
 def entering(output_ids: Any) -> tuple[int, ...]:
@@ -25,7 +30,8 @@ def from_deepspec(config: Mapping[str, Any]) -> Description:
     return _block_drafter(
         config,
         {**config, "sample_from_anchor": True},
-        heads=None if plain else heads,
+        "dflash" if plain else "dspark",
+        {} if plain else heads,
     )
 
 
@@ -45,7 +51,7 @@ def from_deepspec_eagle3(config: Mapping[str, Any]) -> Description:
 
 
 def from_dflash_config(config: Mapping[str, Any]) -> Description:
-    """DFlashDraftModel of z-lab and SpecForge (1 + N) and SpecForge's DSparkDraftModel (anchor-first)."""
+    """DFlashDraftModel of z-lab and SpecForge (1 + N), z-lab's DFlash2DraftModel, and SpecForge's DSparkDraftModel."""
     nested = config.get("dflash_config") or {}
     merged = {**nested, "block_size": config.get("block_size") or nested.get("block_size")}
     required(merged, "block_size", "mask_token_id", "target_layer_ids")
@@ -53,12 +59,18 @@ def from_dflash_config(config: Mapping[str, Any]) -> Description:
     kind = nested.get("projector_type", "dspark" if dspark else "dflash")
     if kind != ("dspark" if dspark else "dflash"):
         raise ValueError(f"dflash_config.projector_type={kind!r}: only dflash and dspark can be read")
+    for key, plain in _SCALES.items():
+        if nested.get(key) not in plain:
+            raise ValueError(f"dflash_config.{key}={nested[key]!r}: drafters here scale neither embeddings nor logits")
     if any(nested.get(key) for key in _DFLASH2_KEYS):
-        raise ValueError(
-            f"dflash_config has {', '.join(_DFLASH2_KEYS)}: this is a DFlash2 drafter, which is not known here"
-        )
+        required(nested, *_DFLASH2_KEYS)
+        convolved = {key: nested[key] for key in _DFLASH2_KEYS}
+        return _block_drafter(config, {**merged, "sample_from_anchor": False}, "dflash2", convolved)
     return _block_drafter(
-        config, {**merged, "sample_from_anchor": dspark}, heads=read_heads(merged) if dspark else None
+        config,
+        {**merged, "sample_from_anchor": dspark},
+        "dspark" if dspark else "dflash",
+        read_heads(merged) if dspark else {},
     )
 
 
@@ -84,8 +96,10 @@ def rename_logit_head(name: str) -> str:
     return name.removeprefix("logit_head.")
 
 
-def _block_drafter(config: Mapping[str, Any], own: Mapping[str, Any], *, heads: dict[str, Any] | None) -> Description:
-    """``config`` describes the layers, ``own`` the drafter."""
+def _block_drafter(
+    config: Mapping[str, Any], own: Mapping[str, Any], algorithm: str, beyond: Mapping[str, Any]
+) -> Description:
+    """``config`` describes the layers, ``own`` the drafter; ``beyond`` are the options that not all block drafters have."""
     layers = read_layers(config, default_type="qwen3")
     window, causal = read_window(layers), getattr(layers, "is_causal", None)
     if window is None and causal:
@@ -98,8 +112,8 @@ def _block_drafter(config: Mapping[str, Any], own: Mapping[str, Any], *, heads: 
         "window": window and {**window, "causal": causal is None or bool(causal)},
     }
     return Description(
-        algorithm="dflash" if heads is None else "dspark",
-        options={**options, **(heads or {})},
+        algorithm=algorithm,
+        options={**options, **beyond},
         num_draft_tokens=own["block_size"] - (not own["sample_from_anchor"]),
         layer_ids=entering(own["target_layer_ids"]),
         mask_token_id=own["mask_token_id"],
@@ -147,6 +161,7 @@ READERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Description], Cal
     "Qwen3DSparkModel": ("DeepSpec", from_deepspec, None),
     "Qwen3Eagle3Model": ("DeepSpec", from_deepspec_eagle3, None),
     "DFlashDraftModel": ("z-lab", from_dflash_config, None),
+    "DFlash2DraftModel": ("z-lab", from_dflash_config, None),
     "DSparkDraftModel": ("SpecForge", from_dflash_config, rename_logit_head),
     "LlamaForCausalLMEagle3": ("EAGLE", from_midlayer, rename_midlayer),
 }

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from dspark_lab.checkpoint.description import Algorithm, Description, LayerFacts
+from dspark_lab.checkpoint.description import Description, LayerFacts, formats
 from dspark_lab.drafter.base import Drafter
 
 FORMAT_VERSION = "0.9.0"  # of Speculators, whose classes the tests load our files with
-_ARCHITECTURES: Mapping[Algorithm, str] = {
-    "eagle3": "Eagle3Speculator",
-    "dflash": "DFlashSpeculator",
-    "dspark": "DSparkSpeculator",
-}
 _FEATURE_NORMS = {(False, False): None, (True, False): "joint", (False, True): "layer"}
 
 
@@ -28,9 +23,10 @@ def config_of(description: Description, *, verifier: str, architecture: str, dty
     Every key is written: loaders disagree about what a missing one means.
     """
     algorithm, options = description.algorithm, description.options
+    known = formats()[algorithm]
     assert description.layer_ids is not None
     config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[algorithm]],
+        "architectures": [known.architecture],
         "speculators_model_type": algorithm,
         "speculators_version": FORMAT_VERSION,
         "dtype": dtype,
@@ -56,6 +52,7 @@ def config_of(description: Description, *, verifier: str, architecture: str, dty
             "sample_from_anchor": options["sample_from_anchor"],
             # vLLM's DFlash makes *every* layer causal where this is false, so full attention needs true.
             "sliding_window_non_causal": window is None or not window["causal"],
+            **{key: options[key] for key in known.own_keys},
         }
     if algorithm == "dspark":
         config |= {
@@ -152,8 +149,12 @@ def from_config(config: Mapping[str, Any]) -> Description:
         ValueError: an algorithm or an option that no drafter here has.
     """
     algorithm = config["speculators_model_type"]
-    if algorithm not in _ARCHITECTURES:
-        raise ValueError(f"speculators_model_type={algorithm!r}: only {', '.join(_ARCHITECTURES)} can be read")
+    known = formats()
+    if algorithm not in known:
+        raise ValueError(
+            f"speculators_model_type={algorithm!r}: only {', '.join(sorted(known))} can be read, and what drafter=... names"
+        )
+    config = {**known[algorithm].own_keys, **config}
     required(config, "transformer_layer_config", "speculators_config")
     values = config["transformer_layer_config"]
     layers = read_layers(values, default_type="qwen3")
@@ -180,6 +181,7 @@ def from_config(config: Mapping[str, Any]) -> Description:
             "sample_from_anchor": bool(config.get("sample_from_anchor", algorithm == "dspark")),
             "window": window and {**window, "causal": not config.get("sliding_window_non_causal", False)},
         }
+        options |= {key: config[key] for key in known[algorithm].own_keys}
         layer_ids = config["aux_hidden_state_layer_ids"]
     if algorithm == "dspark":
         options |= read_heads({"markov_rank": 256, "enable_confidence_head": True, **config})

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark_lab.checkpoint.description import Algorithm
 from dspark_lab.checkpoint.reading import Checkpoint
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.records import TargetSpec
@@ -18,7 +17,7 @@ _TARGETS = ("embed_tokens.weight", "lm_head.weight", "t2d", "d2t")
 def check_fit(
     checkpoint: Checkpoint,
     *,
-    algorithm: Algorithm,
+    algorithm: str,
     options: Mapping[str, Any],
     draft_vocab_size: int | None,
     target: TargetSpec,

@@ -8,6 +8,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import lightning as L
 import torch
@@ -23,6 +24,7 @@ from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.decoding.sampling import draw, probabilities
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.divergences import Divergences, diverge
+from dspark_lab.drafter.format import CheckpointFormat
 from dspark_lab.drafter.layers import Attention
 from dspark_lab.drafter.losses import LossTerms, walk_chunks
 from dspark_lab.drafter.objective import Loss, normalisation
@@ -90,7 +92,12 @@ class Drafter(L.LightningModule):
 
     ``target_head`` and the rows of its vocabulary matrix for the draft vocabulary are plain attributes: frozen, in no
     state dict, no gradient bucket and no broadcast; ``_apply`` moves them with the module.
+
+    ``checkpoint_format``: how ``export`` writes it; it counts for the very class that says it, since a derived one may hold
+    more than its base. None: it has no format, and ``export`` refuses it.
     """
+
+    checkpoint_format: ClassVar[CheckpointFormat | None] = None
 
     num_draft_tokens: int  # tokens that one proposal holds at most
     chained = False  # whether the slots of a block are steps of a chain (EAGLE-3)
@@ -182,7 +189,7 @@ class Drafter(L.LightningModule):
         labels, counted = None, None
         if self.objective.labels == "data":
             labels, counted = self.vocabulary.to_draft(chunk.labels)
-        logits = self.head(chunk.hidden, chunk.previous_token_ids)
+        logits = self.loss_logits(chunk)
         teacher_logits, row = None, chunk.teacher
         if labels is None or self.own_terms or weights.keys() != {"ce"}:
             tokens, row = chunk.teacher.unique(return_inverse=True)
@@ -196,6 +203,10 @@ class Drafter(L.LightningModule):
             counted=None if self.vocabulary.is_full else counted,
             also=frozenset({"tv"} if self.own_terms else ()),
         )
+
+    def loss_logits(self, chunk: DraftOutput) -> Tensor:
+        """Draft logits [A, S, V_d] that the divergences measure: those of ``head``, which ``propose`` draws from."""
+        return self.head(chunk.hidden, chunk.previous_token_ids)
 
     @abstractmethod
     def propose(

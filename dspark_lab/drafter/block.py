@@ -1,10 +1,11 @@
 """The backbone that block drafters share: all slots of a block at once, over the target's states before its anchor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import Qwen3Config
 
 from dspark_lab.drafter.anchors import Blocks, block_candidates, gather_blocks, sample_anchors
 from dspark_lab.drafter.attention import Visibility
@@ -42,6 +43,7 @@ class BlockDrafter(Drafter):
         sample_from_anchor: bool,
         window: SlidingWindow | None,
         own_terms: frozenset[str] = frozenset(),
+        make_layer: Callable[[Qwen3Config], BlockLayer] = BlockLayer,
     ) -> None:
         if block_size < 2:
             raise ValueError(f"block_size={block_size} must be at least 2: the anchor and a slot to predict")
@@ -62,7 +64,7 @@ class BlockDrafter(Drafter):
         self.num_draft_tokens, self.window_attention = num_slots, window
         self.fc = nn.Linear(len(target.layer_ids) * target.hidden_size, target.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
-        layers = nn.ModuleList(BlockLayer(config) for _ in range(num_layers))
+        layers = nn.ModuleList(make_layer(config) for _ in range(num_layers))
         self.layers = cast(Sequence[BlockLayer], layers)  # a ModuleList has no type of its members
         self.norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
         self.rotary = Rotary(config)

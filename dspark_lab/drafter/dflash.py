@@ -9,6 +9,7 @@ import torch
 from dspark_lab.drafter.base import Borrowed, Recipe
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.format import CheckpointFormat
 from dspark_lab.drafter.layers import Attention, SlidingWindow, initialise
 from dspark_lab.records import Proposal, Sampling
 from dspark_lab.validation import checked
@@ -16,6 +17,8 @@ from dspark_lab.validation import checked
 
 class DFlash(BlockDrafter):
     """The shared backbone and the frozen vocabulary matrix, nothing else."""
+
+    checkpoint_format = CheckpointFormat("dflash", "DFlashSpeculator", "dflash")
 
     @checked
     def __init__(

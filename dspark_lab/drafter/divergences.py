@@ -38,12 +38,13 @@ class Divergences:
     """Per slot. ``total`` is the weighted sum of the terms and carries the gradient; the rest is detached.
 
     ``values`` has the terms with a weight and those asked for besides; ``label_probability`` is q[label], 0 for a label
-    that the draft vocabulary lacks.
+    that the draft vocabulary lacks. ``labels`` are what ``ce`` is of: draft ids, -1 where there is none.
     """
 
     total: Tensor
     values: Mapping[str, Tensor]
     label_probability: Tensor
+    labels: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,9 @@ def diverge(
     total = _Weighted.apply(logits, teacher, labels, counted, dict(weights), wanted, measured)
     assert isinstance(total, Tensor)
     probability = measured.pop("probability")
-    return Divergences(total, measured, probability if counted is None else probability * counted)
+    if counted is None:
+        return Divergences(total, measured, probability, labels)
+    return Divergences(total, measured, probability * counted, labels.where(counted, -1))
 
 
 class _Weighted(torch.autograd.Function):

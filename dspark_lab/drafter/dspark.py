@@ -13,6 +13,7 @@ from dspark_lab.drafter.base import Borrowed, DraftOutput, Recipe
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.divergences import Divergences
+from dspark_lab.drafter.format import CheckpointFormat
 from dspark_lab.drafter.heads import ConfidenceHead, MarkovHead, MarkovKind
 from dspark_lab.drafter.layers import Attention, SlidingWindow, initialise
 from dspark_lab.drafter.losses import confidence_loss
@@ -26,6 +27,8 @@ class DSpark(BlockDrafter):
     ``markov_init``: *paper*, everything ~ N(0, 0.02), so small that training starts from the pure block drafter;
     *speculators*, W1 ~ N(0, 0.01) and torch's own defaults for the other parts.
     """
+
+    checkpoint_format = CheckpointFormat("dspark", "DSparkSpeculator", "dspark", newer_runner=True)
 
     @checked
     def __init__(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dspark_lab.drafter.attention import Visibility
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
 from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.format import CheckpointFormat
 from dspark_lab.drafter.layers import (
     Attention,
     ChainLayer,
@@ -38,6 +39,7 @@ class Eagle3(Drafter):
     """
 
     chained = True
+    checkpoint_format = CheckpointFormat("eagle3", "Eagle3Speculator", "eagle3")
 
     @checked
     def __init__(

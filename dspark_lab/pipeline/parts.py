@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspark_lab.capture.client import CaptureClient
 from dspark_lab.capture.endpoints import EndpointPool
-from dspark_lab.checkpoint.description import algorithm_of
+from dspark_lab.checkpoint.description import format_of
 from dspark_lab.checkpoint.export import Export
 from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
 from dspark_lab.checkpoint.warm_start import check_fit, load_weights
@@ -286,11 +286,12 @@ class Parts:
         source = node.get("from_pretrained")
         if source in (None, FROM_TARGET):
             return None
+        algorithm = format_of(get_class(node._target_)).name
         checkpoint = read_checkpoint(str(source))
         options: Any = OmegaConf.to_container(node, resolve=True)
         check_fit(
             checkpoint,
-            algorithm=algorithm_of(get_class(node._target_)),
+            algorithm=algorithm,
             options=options,
             draft_vocab_size=self.corpus.draft_vocab_size,
             target=self.target.spec,

@@ -14,7 +14,7 @@ from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.train import trained, whole_checkpoint
 from dspark_lab.progress import console, track
 from dspark_lab.report.vocabulary import metric
-from dspark_lab.target.verifier import refuse_recurrent
+from dspark_lab.target.verifier import recurrence
 from dspark_lab.training.checkpoints import NEWEST_FIRST
 
 
@@ -22,7 +22,12 @@ def profile(parts: Parts) -> Outcome:
     """Time, fit, and store as ``profile.json``, which ``hardware=measured`` reads."""
     grid: Grid = build(parts.config, "profile")
     target, seed = parts.in_process, int(parts.config.seed)
-    refuse_recurrent(target.config)
+    kind = recurrence(target.config)
+    if kind is not None:
+        raise ValueError(
+            f"profile: a target of type {target.config.model_type!r} cannot be timed here: its cache cannot be put back "
+            f"after each forward (layer kind {kind!r}); take a data sheet's hardware, e.g. hardware=h200"
+        )
     steps = tuple(track(measure_steps(target, grid, seed=seed), "profile", total=len(grid)))
     drafts, setting = measured_draft(parts, grid)
     setting |= {

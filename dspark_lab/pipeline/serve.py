@@ -8,7 +8,7 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from dspark_lab.checkpoint.description import algorithm_of
+from dspark_lab.checkpoint.description import format_of
 from dspark_lab.checkpoint.engines import unservable_adaptively, unservable_options
 from dspark_lab.checkpoint.export import RUN_CARD
 from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
@@ -34,8 +34,13 @@ def refuse_unservable(parts: Parts) -> None:
     """ValueError for what vLLM is known not to serve, before anything is trained."""
     node = parts.config.drafter
     options: Any = OmegaConf.to_container(node, resolve=True)
-    algorithm = algorithm_of(get_class(node._target_))
-    said = unservable_options(algorithm, options, parts.target.spec.rope_parameters)
+    algorithm = format_of(get_class(node._target_)).name
+    said = unservable_options(
+        algorithm,
+        options,
+        parts.target.spec.rope_parameters,
+        reduced=parts.config.data.draft_vocab_size is not None,
+    )
     if "adaptive" in parts.serving.others:
         said += unservable_adaptively(algorithm, on_cpu=resolve_device("auto").type == "cpu")
     if said:
@@ -50,6 +55,7 @@ def serve(parts: Parts) -> Outcome:
     folder = parts.run.directory.resolve() / "export"
     if not (folder / RUN_CARD).is_file():
         raise ValueError(f"{folder} holds no export: add export to stages")
+    format_of(get_class(parts.config.drafter._target_))  # importing a class makes its format known
     checkpoint, recipe = read_checkpoint(str(folder)), parts.serving
     num_draft_tokens = recipe.judged or checkpoint.description.num_draft_tokens
     here = decoded_here if "decode" in parts.evaluation.modes else replayed_here

@@ -98,7 +98,7 @@ def read_head(folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype) -> 
     model = skeleton(config)
     anatomy = dissect(model)
     text: Any = config.get_text_config(decoder=True)
-    _refuse_other_heads(anatomy, text)
+    offset = _norm_offset(anatomy, text)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     embedding = read_tensor(folder, names[id(anatomy.embedding.weight)], dtype)
     norm = read_tensor(folder, names[id(anatomy.norm.weight)], dtype)
@@ -106,38 +106,43 @@ def read_head(folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype) -> 
     lm_head = embedding if tied else read_tensor(folder, names[id(anatomy.lm_head.weight)], dtype)
     if embedding is None or norm is None or lm_head is None:
         return None
-    return TargetHead(embedding, norm, text.rms_norm_eps, lm_head)
+    return TargetHead(embedding, norm + offset, text.rms_norm_eps, lm_head)
 
 
 def borrow_head(model: PreTrainedModel) -> TargetHead:
     """The same three matrices, shared with a loaded model."""
     anatomy = dissect(model)
     text: Any = model.config.get_text_config(decoder=True)
-    _refuse_other_heads(anatomy, text)
+    offset = _norm_offset(anatomy, text)
     embedding, lm_head = anatomy.embedding.weight.detach(), anatomy.lm_head.weight.detach()
     lm_head = embedding if lm_head.data_ptr() == embedding.data_ptr() else lm_head
-    return TargetHead(embedding, anatomy.norm.weight.detach(), text.rms_norm_eps, lm_head)
+    return TargetHead(embedding, anatomy.norm.weight.detach() + offset, text.rms_norm_eps, lm_head)
 
 
-def _refuse_other_heads(anatomy: Anatomy, config: Any) -> None:
+def _norm_offset(anatomy: Anatomy, config: Any) -> float:
+    """What the final norm adds to its weight: 0, or 1 (Qwen3-Next's). ValueError for logits that no ``TargetHead`` gives."""
     changed = [name for name in LOGIT_CHANGES if getattr(config, name, None) not in (None, 1, 1.0)]
     if getattr(anatomy.lm_head, "bias", None) is not None:
         changed.append("lm_head.bias")
-    if changed or not _is_plain_rms_norm(anatomy.norm, config.rms_norm_eps):
+    found = [offset for offset in (0.0, 1.0) if _is_rms_norm(anatomy.norm, config.rms_norm_eps, offset)]
+    # Gemma's too, but that scales its embeddings besides, and no key of its config says so.
+    if changed or not found or (found == [1.0] and config.model_type.startswith("gemma")):
         raise ValueError(
             f"target of type {config.model_type}: its logits are not lm_head(rms_norm(state)) "
             f"({', '.join(changed) or type(anatomy.norm).__name__}), so drafters cannot borrow its head"
         )
+    return found[0]
 
 
-def _is_plain_rms_norm(norm: nn.Module, eps: float) -> bool:
-    """Whether the module computes weight * x / rms(x), tried on numbers (Gemma's multiplies by 1 + weight)."""
+def _is_rms_norm(norm: nn.Module, eps: float, offset: float) -> bool:
+    """Whether the module computes (offset + weight) * x / rms(x), tried on numbers."""
     trial: Any = copy.deepcopy(norm).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
     state = torch.randn(trial.weight.shape, generator=generator)
     with torch.no_grad():
         trial.weight.copy_(torch.rand(trial.weight.shape, generator=generator))
-        return torch.allclose(trial(state), F.rms_norm(state, trial.weight.shape, trial.weight, eps), atol=1e-5)
+        expected = F.rms_norm(state, trial.weight.shape, offset + trial.weight, eps)
+        return torch.allclose(trial(state), expected, atol=1e-5)
 
 
 def read_tensor(folder: Path, name: str, dtype: torch.dtype) -> Tensor | None:

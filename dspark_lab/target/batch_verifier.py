@@ -9,22 +9,25 @@ from dspark_lab.target.protocol import VerifyOutput
 
 
 class HuggingFaceBatchVerifier:
-    """A transformers model with one cache for R sequences. The caller has checked ``refuse_recurrent``.
+    """A transformers model with one cache for R sequences.
 
     The cache is rectangular: columns that a sequence does not use (padding, drafts that fell) stay and are masked, and
     columns that none uses are cut off. Positions are counted per sequence.
 
     Raises:
-        ValueError: a target with sliding windows, which transformers counts in columns.
+        ValueError: a target with sliding windows, which transformers counts in columns, or with recurrent layers, whose
+            state would take up the padding.
     """
 
     def __init__(self, model: PreTrainedModel, layer_ids: tuple[int, ...]) -> None:
         self.model, self.layer_ids = model, layer_ids
         self.anatomy = dissect(model)
         self.cache = DynamicCache(config=model.config)
-        if any(self.cache.is_sliding):
+        recurrent = model._is_stateful or not all(layer.is_croppable for layer in self.cache.layers)
+        if recurrent or any(self.cache.is_sliding):
             raise ValueError(
-                "a target with sliding windows cannot be decoded in batches here: decode one sequence at a time"
+                f"a target with {'recurrent layers' if recurrent else 'sliding windows'} cannot be decoded in batches here: "
+                "decode one sequence at a time"
             )
         self.used: Tensor | None = None  # bool [R, columns]
         self.num_new = 0

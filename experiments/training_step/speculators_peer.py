@@ -12,6 +12,8 @@ from speculators.losses.eager import tv_loss
 from speculators.models.dflash import DFlashSpeculatorConfig
 from speculators.models.dflash import core as dflash_core
 from speculators.models.dflash.core import DFlashDraftModel
+from speculators.models.dflash2 import DFlash2SpeculatorConfig
+from speculators.models.dflash2.core import DFlash2DraftModel
 from speculators.models.dspark import DSparkSpeculatorConfig
 from speculators.models.dspark.core import DSparkDraftModel
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
@@ -20,8 +22,10 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
+from dspark_lab.checkpoint.description import format_of
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.drafter.block import BlockDrafter
+from dspark_lab.drafter.dflash2 import DFlash2
 from dspark_lab.drafter.dspark import DSpark
 from dspark_lab.drafter.eagle3 import Eagle3
 from dspark_lab.drafter.layers import SlidingWindow
@@ -116,6 +120,14 @@ def peer_of(drafter: Drafter) -> nn.Module:
                     speculators_config=speculators_config("dspark", drafter.num_draft_tokens),
                 )
             )
+        elif isinstance(drafter, DFlash2):
+            model = DFlash2DraftModel(
+                DFlash2SpeculatorConfig(
+                    **common,
+                    **{key: getattr(drafter, key) for key in format_of(DFlash2).own_keys},
+                    speculators_config=speculators_config("dflash2", drafter.num_draft_tokens),
+                )
+            )
         else:
             model = DFlashDraftModel(
                 DFlashSpeculatorConfig(
@@ -153,7 +165,11 @@ def _run_blocks(
     model: nn.Module, drafter: BlockDrafter, batch: Batch, *, num_anchors: int
 ) -> tuple[Tensor, dict[str, Any]]:
     weighting, decay = drafter.objective.weighting, drafter.objective.decay
-    extra = {"tv_loss_fn": tv_loss, "confidence_head_alpha": drafter.objective.active.get("confidence", 0.0)}
+    active = drafter.objective.active
+    extra = {
+        DSpark: {"tv_loss_fn": tv_loss, "confidence_head_alpha": active.get("confidence", 0.0)},
+        DFlash2: {"tv_loss_fn": tv_loss, "selector_loss_alpha": active.get("selector", 0.0)},
+    }
     _, loss, metrics = model(
         hidden_states=batch.hidden_states.flatten(2),
         input_ids=batch.token_ids,
@@ -165,7 +181,7 @@ def _run_blocks(
         max_anchors=num_anchors,
         per_position_loss_weight="dpace" if weighting == "dpace" else "fixed-exp-decay",
         **({"dpace_alpha": decay} if weighting == "dpace" else {"gamma": decay}),
-        **(extra if isinstance(drafter, DSpark) else {}),
+        **extra.get(type(drafter), {}),
     )
     return loss, metrics
 

@@ -63,6 +63,7 @@ ZLAB: dict[str, Any] = {
     "num_target_layers": 4,
     "dflash_config": NESTED,
 }
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
 SPECFORGE: dict[str, Any] = {
     **ZLAB,
     "architectures": ["DSparkDraftModel"],
@@ -106,6 +107,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> draf
         {**ZLAB, "block_size": None, "dflash_config": {**NESTED, "block_size": 4}},
     ),
     "z-lab, window": ("dflash", {"window": WINDOW}, {**ZLAB, **SLIDING}),
+    "z-lab DFlash2": (
+        "dflash2",
+        {},
+        {**ZLAB, "architectures": ["DFlash2DraftModel"], "dflash_config": {**NESTED, **DFLASH2}},
+    ),
     "SpecForge DSpark": ("dspark", {"confidence": False}, SPECFORGE),
     "EAGLE": ("eagle3", {"num_layers": 1}, EAGLE),
     "SpecForge EAGLE-3.1": (

@@ -16,7 +16,7 @@ from tiny_world import SPEC, VOCABULARIES, build
 
 import dspark_lab.checkpoint.export as export_module
 from dspark_lab.checkpoint.card import Provenance, model_card, target_licence
-from dspark_lab.checkpoint.description import algorithm_of, describe
+from dspark_lab.checkpoint.description import describe, format_of
 from dspark_lab.checkpoint.engines import serve_command
 from dspark_lab.checkpoint.export import write_folder
 from dspark_lab.checkpoint.speculators import config_of, tensors_of
@@ -53,6 +53,7 @@ KEYS = {  # algorithms.md 7.2 to 7.4
         "embed_requires_grad",
     },
     "dflash": COMMON | BLOCK,
+    "dflash2": COMMON | BLOCK | {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"},
     "dspark": COMMON
     | BLOCK
     | {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"},
@@ -76,7 +77,7 @@ def test_every_key_is_written(name: str):
     speculators = config["speculators_config"]
     assert speculators["verifier"] == {"name_or_path": "owner/target", "architectures": ["LlamaForCausalLM"]}
     (method,) = speculators["proposal_methods"]
-    assert method["speculative_tokens"] == {"eagle3": 5, "dflash": 3, "dspark": 4}[name]
+    assert method["speculative_tokens"] == {"eagle3": 5, "dflash": 3, "dflash2": 3, "dspark": 4}[name]
 
 
 def test_what_vllm_needs_beyond_the_format():
@@ -115,9 +116,9 @@ def test_a_subclass_has_no_format():
     class Mine(DSpark):
         pass
 
-    assert algorithm_of(DSpark) == "dspark"
+    assert format_of(DSpark).name == "dspark"
     with pytest.raises(ValueError, match=r"Mine has no checkpoint format.*leave export out of stages"):
-        algorithm_of(Mine)
+        format_of(Mine)
 
 
 def test_it_is_refused_before_anything_is_done():

@@ -24,6 +24,7 @@ if peer is not None:
     from speculators.config import SpeculatorModelConfig
     from speculators.model import SpeculatorModel
     from speculators.models.dflash import core as dflash_core
+    from speculators.models.dflash2 import core as dflash2_core
     from speculators.models.dspark import core as dspark_core
     from speculators.models.eagle3 import core as eagle3_core
 pytestmark = [*needs_peer, pytest.mark.filterwarnings("ignore")]  # theirs, about their own configs
@@ -38,6 +39,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash": ("dflash", {}),
     "dflash-anchor-first": ("dflash", {"sample_from_anchor": True}),
     "dflash-window": ("dflash", {"window": {**WINDOW, "causal": False}}),
+    "dflash2": ("dflash2", {}),
+    "dflash2-window": ("dflash2", {"conv_kernel_size": 3, "window": {**WINDOW, "full_layers": (0,)}}),
     "dspark": ("dspark", {}),
     "dspark-gated": ("dspark", {"markov": "gated"}),
     "dspark-rnn": ("dspark", {"markov": "rnn"}),
@@ -47,7 +50,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dspark-window": ("dspark", {"window": {**WINDOW, "full_layers": (0,)}}),
     "dspark-window-both-ways": ("dspark", {"window": {**WINDOW, "causal": False}}),
 }
-BOTH_VOCABULARIES = pytest.mark.parametrize("vocabulary", VOCABULARIES)
+# Speculators has DFlash2 with the full vocabulary only.
+CASES_AND_VOCABULARIES = [
+    (case, vocabulary)
+    for case, (name, _) in CASES.items()
+    for vocabulary in VOCABULARIES
+    if name != "dflash2" or vocabulary == "full"
+]
+EVERY_CASE = pytest.mark.parametrize(("case", "vocabulary"), CASES_AND_VOCABULARIES)
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +92,7 @@ def loaded(folder: Path) -> nn.Module:
     return SpeculatorModel.from_pretrained(folder, config=config)
 
 
-@pytest.mark.parametrize("case", CASES)
-@BOTH_VOCABULARIES
+@EVERY_CASE
 def test_weights_are_bit_equal(case: str, vocabulary: str, tmp_path: Path, target: Path):
     drafter = made(case, vocabulary)
     theirs = loaded(exported(drafter, tmp_path / "export", target, torch.bfloat16)).state_dict()
@@ -94,15 +103,14 @@ def test_weights_are_bit_equal(case: str, vocabulary: str, tmp_path: Path, targe
         assert torch.equal(theirs[name], tensor), name
 
 
-@pytest.mark.parametrize("case", CASES)
-@BOTH_VOCABULARIES
+@EVERY_CASE
 def test_logits_are_ours_in_fp32(case: str, vocabulary: str, tmp_path: Path, target: Path):
     drafter = made(case, vocabulary)
     model = loaded(exported(drafter, tmp_path / "export", target, torch.float32))
     sample = document("000001111111101", seed=3)
     batch = pack([[sample]], row_tokens=len(sample.token_ids))
     output = drafter(batch)
-    expected = drafter.head(output.hidden, output.previous_token_ids)[output.supervised]
+    expected = drafter.loss_logits(output)[output.supervised]
     if isinstance(drafter, Eagle3):
         steps = logits_seen_by_the_loss(
             eagle3_core, lambda: peer.run_chains(model, drafter, [sample], batch.num_tokens)
@@ -112,7 +120,7 @@ def test_logits_are_ours_in_fp32(case: str, vocabulary: str, tmp_path: Path, tar
         actual = torch.stack([logits[0, slots] for logits in steps], dim=1)
     else:
         assert isinstance(drafter, BlockDrafter)
-        core = dspark_core if CASES[case][0] == "dspark" else dflash_core
+        core = {"dflash": dflash_core, "dflash2": dflash2_core, "dspark": dspark_core}[CASES[case][0]]
         (logits,) = logits_seen_by_the_loss(core, lambda: peer.run_blocks(model, drafter, batch))
         blocks = logits[0].unflatten(0, (-1, drafter.block_size))
         actual = blocks if drafter.sample_from_anchor else blocks[:, 1:]
@@ -124,9 +132,9 @@ def logits_seen_by_the_loss(core: Any, run: Any) -> list[Tensor]:
     seen: list[Tensor] = []
     compute = core.compute_metrics
 
-    def watch(logits: Tensor, *arguments: Any, **named: Any) -> Any:
-        seen.append(logits)
-        return compute(logits, *arguments, **named)
+    def watch(*arguments: Any, **named: Any) -> Any:
+        seen.append(arguments[0] if arguments else named["unary_logits"])
+        return compute(*arguments, **named)
 
     with patch.object(core, "compute_metrics", watch), torch.no_grad():
         run()
@@ -141,8 +149,7 @@ def test_a_standalone_file_brings_the_targets_matrices(name: str, tmp_path: Path
     assert {"embed_tokens.weight", "lm_head.weight"} <= names
 
 
-@pytest.mark.parametrize("case", CASES)
-@BOTH_VOCABULARIES
+@EVERY_CASE
 def test_what_speculators_saves_is_read_back(case: str, vocabulary: str, tmp_path: Path, target: Path):
     drafter = made(case, vocabulary)
     model = loaded(exported(drafter, tmp_path / "ours", target, torch.float32))

@@ -1,6 +1,5 @@
 """What moves a slot's logits, to the bit: exactly what it may see. Every token and state is perturbed, one at a time."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,19 +12,16 @@ from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.eagle3 import Eagle3
 from dspark_lab.records import Batch
 
-Sees = Callable[[int, int, int, int], bool]
-"""(index of the anchor or slot, step k, index of the token or state, first index of the document) -> sees it."""
 
-STATES: dict[str, Sees] = {
-    "dflash": lambda p, k, j, start: start <= j < p,
-    "dspark": lambda p, k, j, start: start <= j < p,
-    "eagle3": lambda i, t, j, start: start <= j <= i,
-}
-TOKENS: dict[str, Sees] = {  # tokens before an anchor are known only through their states
-    "dflash": lambda p, k, j, start: j == p,
-    "dspark": lambda p, k, j, start: j in (p, p + k),
-    "eagle3": lambda i, t, j, start: start + 1 <= j <= i + 1 + t,
-}
+def sees(drafter: Drafter, field: str, origin: int, k: int, j: int, start: int) -> bool:
+    """Whether slot or step ``k`` at ``origin`` (anchor or slot) sees token or state ``j`` of a document from ``start``."""
+    if isinstance(drafter, Eagle3):
+        return start + 1 <= j <= origin + 1 + k if field == "token_ids" else start <= j <= origin
+    if field == "hidden_states":
+        return start <= j < origin
+    # Tokens before an anchor are known only through their states; the one before a slot to a head of the drafter's own.
+    knows_order = type(drafter).head is not Drafter.head
+    return j == origin or (knows_order and j == origin + k)
 
 
 def origins(drafter: Drafter, batch: Batch) -> list[int]:
@@ -51,7 +47,6 @@ def perturbed(batch: Batch, field: str, index: int) -> Batch:
 @pytest.mark.parametrize("field", ["token_ids", "hidden_states"])
 def test_logits_move_with_what_a_slot_sees_and_with_nothing_else(name: str, field: str):
     drafter, batch = build(name), tiny_batch()
-    sees = (TOKENS if field == "token_ids" else STATES)[name]
     starts = (torch.arange(batch.token_ids.numel()) - batch.position_ids.flatten()).tolist()
     with torch.no_grad():
         output = drafter(batch)
@@ -61,7 +56,7 @@ def test_logits_move_with_what_a_slot_sees_and_with_nothing_else(name: str, fiel
     for j in range(batch.token_ids.numel()):
         moved = (logits(drafter, perturbed(batch, field, j)) != base).any(-1)
         expected = torch.tensor(
-            [[sees(origin, k, j, starts[origin]) for k in range(base.shape[1])] for origin in found]
+            [[sees(drafter, field, origin, k, j, starts[origin]) for k in range(base.shape[1])] for origin in found]
         )
         assert torch.equal(moved & supervised, expected & supervised), f"{field} at {j}"
         counts[0] += int((expected & supervised).sum())

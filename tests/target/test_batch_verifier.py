@@ -65,3 +65,8 @@ def test_alone_no_column_is_wasted(tmp_path: Path) -> None:
 def test_windows_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sliding windows"):
         target_of("qwen3_sliding", tmp_path).batch_verifier()
+
+
+def test_recurrent_layers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="recurrent layers cannot be decoded in batches here: decode one sequence"):
+        target_of("qwen3_next", tmp_path).batch_verifier()

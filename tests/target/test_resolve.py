@@ -12,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file
 
 from dspark_lab.target import resolve as module
 from dspark_lab.target.resolve import Resolved, resolve
@@ -252,3 +253,14 @@ def test_smollm2_of_the_package_is_an_ordinary_target(tmp_path: Path) -> None:
     answer = next(iter(target.regenerate([question], sampling=Sampling(max_new_tokens=30))))
     assert "Paris" in target.tokenizer.decode(answer.answer_token_ids)
     assert answer.finish == "stop"
+
+
+def test_the_hybrid_target_is_drawn_once_and_always_the_same(tmp_path: Path) -> None:
+    first, again = resolve("tiny_hybrid", home=tmp_path / "a"), resolve("tiny_hybrid", home=tmp_path / "a")
+    elsewhere = resolve("tiny_hybrid", home=tmp_path / "b")
+    assert first == again and first.fingerprint == elsewhere.fingerprint
+    assert first.folder.is_relative_to(tmp_path / "a")
+    weights = load_file(first.folder / "model.safetensors")
+    assert sum(tensor.numel() for tensor in weights.values()) < 1_500_000
+    kinds = json.loads((first.folder / "config.json").read_text())["layer_types"]
+    assert set(kinds) == {"linear_attention", "full_attention"}

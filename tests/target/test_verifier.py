@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import save_model
-from transformers import AutoModelForCausalLM, MambaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 from dspark_lab.target.huggingface import HuggingFaceTarget
 from dspark_lab.target.verifier import refuse_recurrent
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_sliding"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_sliding", "qwen3_next"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTarget:
     folder = save_model(tmp_path_factory.mktemp(request.param), request.param)
     return HuggingFaceTarget(
@@ -66,20 +66,13 @@ def test_rollback_of_more_than_the_cache_holds_is_refused(target: HuggingFaceTar
     [
         (MambaConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1), r"'mamba'.*layer kind"),
         (
-            Qwen3NextConfig(
-                vocab_size=20,
-                hidden_size=8,
-                intermediate_size=8,
-                num_hidden_layers=2,
-                num_experts=2,
-                layer_types=["full_attention", "linear_attention"],
-            ),
-            r"'qwen3_next'.*layer kind 'linear_attention'",
+            Lfm2Config(vocab_size=20, hidden_size=8, num_hidden_layers=2, layer_types=["full_attention", "conv"]),
+            r"'lfm2'.*layer kind 'conv'",
         ),
     ],
 )
 def test_a_target_whose_cache_cannot_roll_back_is_refused(
-    config: MambaConfig | Qwen3NextConfig, message: str, tmp_path: Path
+    config: MambaConfig | Lfm2Config, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message + ".*evaluate.mode=replay"):
         refuse_recurrent(config)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3NextConfig
 
 PAD, START, END = 256, 257, 258  # the tokenizer's vocabulary ends here; the embedding has 272 rows
 NUM_ROWS = 272
@@ -28,6 +28,15 @@ SIZES: dict[str, Any] = {
     "eos_token_id": END,
 }
 
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "initializer_range": 0.1,  # their layers enlarge rounding errors more
+}
+
 
 def save_tokenizer(folder: Path) -> None:
     """256 bytes and three special tokens."""
@@ -42,12 +51,16 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_model(folder: Path, architecture: str, **changes: Any) -> Path:
-    """ "qwen3" (untied) or "llama" (tied embeddings), or "qwen3_sliding" with a window of 4 on every layer."""
+    """ "qwen3" (untied), "llama" (tied embeddings), "qwen3_sliding" (a window of 4 on every layer), or "qwen3_next" (linear
+    attention in every other layer).
+    """
     sizes = SIZES | changes
     if architecture == "llama":
         config = LlamaConfig(**sizes, tie_word_embeddings=True)
     elif architecture == "qwen3":
         config = Qwen3Config(**sizes, tie_word_embeddings=False)
+    elif architecture == "qwen3_next":
+        config = Qwen3NextConfig(**sizes | HYBRID, mlp_only_layers=list(range(8)))
     else:
         layer_types = ["sliding_attention"] * sizes["num_hidden_layers"]
         config = Qwen3Config(

@@ -32,7 +32,7 @@ def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon_module, "_dtype", lambda device: torch.float32)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ADAMW_MATRICES)
 def test_the_table_of_the_drafters(name: str) -> None:
     """Muon has the matrices of the layers and ``fc``: no embedding, vocabulary head, [1, N] weight or vector."""
     drafter = build(name)
