@@ -36,7 +36,7 @@ def composed(*overrides: str) -> DictConfig:
 def test_every_option_composes_and_resolves(group: str, option: str) -> None:
     if group == "traces/published":  # an option of traces in a folder of its own
         group, option = "traces", f"published/{option}"
-    prefix = "+" if group in ("experiment", "rehearse", "sweep") else ""
+    prefix = "+" if group in ("experiment", "published", "rehearse", "sweep") else ""
     missing = ["target.model=x"] if option == "hf" else []
     missing += ["data.train.path=a", "data.validation.path=b"] if option == "jsonl" else []
     missing += ["hardware.path=a"] if (group, option) == ("hardware", "measured") else []

@@ -81,7 +81,8 @@ def cpu_faults(algorithm: str, options: Mapping[str, Any]) -> list[str]:
 def needs_newer_runner(algorithm: str, options: Mapping[str, Any], *, verification: Verification = "token") -> bool:
     """Whether only vLLM's newer model runner has it.
 
-    Some algorithms; layers of two kinds in DFlash, which need two groups of caches; and block verification, which the older one ignores.
+    Some algorithms; layers of two kinds in DFlash, which need two groups of caches; and block verification, which the
+    older one ignores.
     """
     known, window = formats()[algorithm], options["window"]
     mixed = known.method == "dflash" and window is not None and bool(window["full_layers"])
