@@ -31,7 +31,7 @@ from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.divergences import Divergences
 from dspark_lab.drafter.format import CheckpointFormat
-from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rope, SlidingWindow, initialise
+from dspark_lab.drafter.layers import Attention, BlockLayer, KeyValue, Rope, SlidingWindow, initialise
 from dspark_lab.records import Proposal, Sampling
 from dspark_lab.validation import checked
 
@@ -56,6 +56,7 @@ class DFlash2(BlockDrafter):
         recipe: Recipe,
         num_layers: int,
         intermediate_size: int | None,
+        attention: Attention | None,
         block_size: int,
         num_anchors: int,
         sample_from_anchor: bool,
@@ -85,6 +86,7 @@ class DFlash2(BlockDrafter):
             head_chunk_tokens=head_chunk_tokens,
             num_layers=num_layers,
             intermediate_size=intermediate_size,
+            attention=attention,
             block_size=block_size,
             num_anchors=num_anchors,
             sample_from_anchor=sample_from_anchor,
