@@ -82,10 +82,18 @@ def place(
         last = min(first + per_node, num_ranks) - 1
         ranks = f"trainer rank {first}" if first == last else f"trainer ranks {first} to {last}"
         nodes.append(_node(len(nodes), last - first + 1, [ranks], []))
-    if one_machine:
-        does = tuple(task for node in nodes for task in node.does)
-        return [Node(name="this machine", num_gpus=sum(node.num_gpus for node in nodes), does=does, address="loopback")]
-    return nodes
+    if not one_machine:
+        return nodes
+    server = f"vLLM on {num_sets * found.num_gpus} GPUs" if found else "vLLM"
+    services = ("mooncake_master", "segment of Mooncake", server)
+    return [
+        Node(
+            name="this machine",
+            num_gpus=sum(node.num_gpus for node in nodes),
+            does=(*(services if captures else ()), *nodes[-1].does),
+            address="loopback",
+        )
+    ]
 
 
 def _node(number: int, num_gpus: int, does: Sequence[str], ports: Sequence[str]) -> Node:

@@ -190,9 +190,9 @@ def num_samples_of(config: DictConfig) -> int:
 
 
 def segment_bytes_of(config: DictConfig, num_sets: int) -> float | None:
-    """Memory of Mooncake of the whole job; None where others provide it."""
-    given: Any = segment_bytes(config)
-    return None if given is None else float(given) * num_sets
+    """Memory of Mooncake of the whole job, one segment a set with Slurm; None where others provide it."""
+    given = segment_bytes(config)
+    return None if given is None else float(given) * (num_sets if "num_sets" in config.cluster else 1)
 
 
 def segment_bytes(config: DictConfig) -> int | None:

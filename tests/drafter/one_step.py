@@ -17,7 +17,7 @@ from dspark_lab.pipeline.plan import size_of, spec_of_facts
 from dspark_lab.records import Batch
 from dspark_lab.target.protocol import TargetHead
 
-ROW_TOKENS, WIDTH, NUM_ANCHORS = 8192, 7168 // 64, 256
+ROW_TOKENS, WIDTH, NUM_ANCHORS = 8192, 7168 // 64, 128
 NARROW = [
     "drafter.intermediate_size=224",
     "drafter.attention.num_heads=6",
