@@ -204,7 +204,7 @@ class TestWithServices:
     def test_live_training_over_three_nodes(self, live: "Live") -> None:
         """A master, a segment and a real vLLM on one node, and a rank on each of the two others."""
         job = live.job
-        assert job.end(within_s=600)["JobState"] == "COMPLETED", job.all_logs()
+        assert job.end(within_s=900)["JobState"] == "COMPLETED", job.all_logs()
         assert dict(re.findall(r"(\w+) starts on (gb\d)", job.log())) == {
             "mooncake_master": "gb0", "segment_0": "gb0", "vllm_0": "gb0", "ready": "gb1", "before_training": "gb1",
             "rank_0": "gb1", "rank_1": "gb2", "after_training": "gb1",
