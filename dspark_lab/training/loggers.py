@@ -81,6 +81,7 @@ def _start(told: dict[str, Any]) -> Any:
     except (CommError, TimeoutError) as error:
         console.print(f"W&B does not answer ({error}): this run stays offline; send it later with `wandb sync`")
         os.environ["WANDB_MODE"] = "offline"  # the next job of a sweep need not wait for it again
+        wandb.teardown()  # its service would say that the run is in use
         return wandb.init(mode="offline", **told)
 
 
