@@ -170,5 +170,6 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)  # Lightning 2.6 on torch 2.13
+    warnings.filterwarnings("ignore", message="The `srun` command is available")  # who needs it is started with it
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")  # never written into
     warnings.filterwarnings("ignore", message=".*Checkpoint directory .* exists and is not empty")  # a resumed run
