@@ -82,15 +82,13 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobMooncake:
-    """``segment_bytes`` on the first node of each set, ``lease_s`` for one transfer. Addresses are chosen: always None."""
+    """Its addresses are chosen: always None."""
 
     master_address: None
     admin_url: None
     local_hostname: None
     protocol: Literal["tcp", "rdma"]
     rdma_devices: str
-    segment_bytes: int
-    lease_s: float
 
     @property
     def of_connector(self) -> dict[str, Any]:
@@ -99,6 +97,14 @@ class JobMooncake:
             local_hostname=OWN_ADDRESS,
         )  # fmt: skip
         return connection.of_connector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """``segment_bytes`` on the first node of each set, ``lease_s`` for one transfer."""
+
+    segment_bytes: int
+    lease_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +157,7 @@ class SlurmJob:
         deadline_s: PositiveFloat,
         grace_s: NonNegativeFloat,
         mooncake: JobMooncake,
+        storage: Storage,
         ports: Ports,
         roles: Roles,
     ) -> None:
@@ -164,7 +171,7 @@ class SlurmJob:
         self.save_before_s, self.sbatch_options, self.subnet = save_before_s, sbatch_options, subnet
         self.environment = environment
         self.deadline_s, self.grace_s = deadline_s, grace_s
-        self.mooncake, self.ports, self.roles = mooncake, ports, roles
+        self.mooncake, self.storage, self.ports, self.roles = mooncake, storage, ports, roles
 
     def num_engine_nodes(self, work: Work) -> int:
         return self.num_sets * self.nodes_per_set if work.engine else 0
@@ -212,10 +219,10 @@ class SlurmJob:
         roles, ports = self.roles, self.ports
         mooncake = roles.mooncake
         master = master_arguments(
-            OWN_ADDRESS, port=ports.mooncake, admin_port=ports.mooncake_admin, lease_s=self.mooncake.lease_s
+            OWN_ADDRESS, port=ports.mooncake, admin_port=ports.mooncake_admin, lease_s=self.storage.lease_s
         )
         segment = segment_arguments(
-            OWN_ADDRESS, port=ports.segment, master=variable("master"), num_bytes=self.mooncake.segment_bytes,
+            OWN_ADDRESS, port=ports.segment, master=variable("master"), num_bytes=self.storage.segment_bytes,
             protocol=self.mooncake.protocol, rdma_devices=self.mooncake.rdma_devices,
         )  # fmt: skip
         python = roles.training.command("-m")

@@ -197,5 +197,5 @@ def segment_bytes_of(config: DictConfig, num_sets: int) -> float | None:
 
 def segment_bytes(config: DictConfig) -> int | None:
     """Of one segment of Mooncake that this job would start; None where others start them."""
-    places = ("cluster.mooncake.segment_bytes", "cluster.storage.segment_bytes")  # slurm, local
-    return next((int(found) for place in places if (found := OmegaConf.select(config, place)) is not None), None)
+    found = OmegaConf.select(config, "cluster.storage.segment_bytes")
+    return None if found is None else int(found)

@@ -21,7 +21,7 @@ from dspark_lab.cluster.slurm import Engine, Work
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.plan import job_of, spec_of_facts
 
-K3_CLUSTER = {"num_sets": 1, "nodes_per_set": 2, "gpus_per_node": 4, "mooncake": {"segment_bytes": 32 * 2**30}}
+K3_CLUSTER = {"num_sets": 1, "nodes_per_set": 2, "gpus_per_node": 4, "storage": {"segment_bytes": 32 * 2**30}}
 
 
 def job(*overrides: str, cluster: dict[str, Any] | None = None) -> Job:

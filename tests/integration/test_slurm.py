@@ -114,7 +114,7 @@ def write(folder: Path, *overrides: str, **settings: Any) -> Path:
     (folder / "logs").mkdir()
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         given = ["cluster=slurm", f"cluster.subnet={SUBNET}", f"cluster.roles.training.python={python}",
-                 "cluster.sbatch_options=[]", "cluster.mooncake.segment_bytes=67108864", *overrides]  # fmt: skip
+                 "cluster.sbatch_options=[]", "cluster.storage.segment_bytes=67108864", *overrides]  # fmt: skip
         job = build(compose("config", given), "cluster")
     told: dict[str, Any] = {
         "name": "stand-in", "folder": folder, "arguments": ("seed=1",), "before": ("capture",), "train": True,
@@ -242,7 +242,7 @@ class Live:
             "stages=[capture,train,report]",
             "run.name=live",
             "store.keep=disk",
-            "cluster.mooncake.segment_bytes=268435456",
+            "cluster.storage.segment_bytes=268435456",
         )
 
     def submit(self, *overrides: str) -> Job:
