@@ -32,8 +32,8 @@ def before_job(parts: Parts, stages: Sequence[str], *, scheduler: Scheduler | No
     if "serve" in left and cluster.nodes_per_set > 1:
         left.remove("serve")
         console.print(
-            "serve: left out of the job, which cannot start a server over several nodes for it. Afterwards start the line of "
-            "the export's card there, then give this command with: stages=serve cluster=attach "
+            "serve: left out of the job, which cannot start a server over several nodes for it. Afterwards start the line "
+            "of the export's card there, then give this command with: stages=serve cluster=attach "
             "serve.endpoint=http://HOST:8000",
             soft_wrap=True,
         )
