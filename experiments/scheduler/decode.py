@@ -1,15 +1,19 @@
-"""A scheduler's effect on real decoding: one target, one drafter, batches of 1 to 16 in this process.
+"""A scheduler's effect on real decoding, and what the simulator says of it beforehand: batches of 1 to 16 in this process.
 
     python experiments/scheduler/decode.py RUN --batches 1 4 16 +experiment=demo drafter=dspark
 
-RUN is a folder that `python -m dspark_lab` trained with the overrides given here. Step times are measured first (verify over
-requests and tokens, draft over requests) and fitted by a plane; all ways of decoding then take turns, round after round.
+RUN is a folder that `python -m dspark_lab` trained, evaluated and calibrated with the overrides given here. Step times are
+measured first (verify over requests and tokens, draft over requests) and fitted as `stages=profile` fits them. All ways of
+decoding then take turns, round after round, on the benchmark's prompts. *Predicted* is the simulator with those step times
+and the rounds that replay of the same benchmark had, in the same batches: its requests come together and none joins.
 Seconds are CPU seconds of this process, which other programs on the machine change little: run it with one thread.
 """
 
 import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +25,8 @@ from dspark_lab.decoding.batch import decode_batch
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.evaluation.calibration import read_temperatures
 from dspark_lab.evaluation.decode import prompt_only
-from dspark_lab.hardware.protocol import StepShape
+from dspark_lab.evaluation.traces import read_traces
+from dspark_lab.hardware.table import Measurement, TableProfile, TimedDraft, TimedStep
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.train import trained
 from dspark_lab.records import Sampling
@@ -30,21 +35,24 @@ from dspark_lab.run import Run
 from dspark_lab.scheduler.calibrated import Calibrated
 from dspark_lab.scheduler.fixed import Fixed, NoDrafts
 from dspark_lab.scheduler.hardware_aware import HardwareAware
+from dspark_lab.serving.acceptance import from_traces
+from dspark_lab.serving.simulator import Limits, simulate
+from dspark_lab.serving.workload import Request
 from dspark_lab.training.place import Place
 
 
-class Plane:
-    """Seconds that grow by requests and by tokens."""
+@dataclass(frozen=True)
+class Batch:
+    """A workload of the simulator: these requests at once, and no others."""
 
-    def __init__(self, verify: np.ndarray, draft: np.ndarray) -> None:
-        self.verify, self.draft = verify, draft
+    requests: list[Request]
+    frontend_s: float = 0.0
 
-    def verify_time_s(self, shape: StepShape):
-        start, per_request, per_token = self.verify
-        return start + per_request * shape.num_requests + per_token * np.asarray(shape.num_verify_tokens)
+    def first_requests(self, load: float, *, until_s: float, generator: np.random.Generator) -> list[Request]:
+        return self.requests
 
-    def draft_time_s(self, *, num_requests: int, num_context_tokens: int = 0) -> float:
-        return float(self.draft[0] + self.draft[1] * num_requests)
+    def next_request(self, answered_s: float, generator: np.random.Generator) -> Request | None:
+        return None
 
 
 def median_s(action, *, repeats: int) -> float:
@@ -57,38 +65,52 @@ def median_s(action, *, repeats: int) -> float:
 
 
 @torch.inference_mode()
-def measure(target, drafter, prompt: torch.Tensor, batches: list[int]) -> Plane:
-    """Times of steps on caches of the prompt's length."""
-    verify, draft = [], []
+def measure(target, drafter, prompt: torch.Tensor, batches: list[int]) -> TableProfile:
+    """Times of steps on caches of the prompt's length, the prompt's own prefill among them."""
+    steps, drafts = [], []
     for num_requests in track(batches, "step times"):
-        verifier = target.batch_verifier()
         prompts = prompt.repeat(num_requests, 1)
-        states = verifier.forward(prompts, torch.full((num_requests,), len(prompt))).hidden_states[0]
-        for width in (1, 2, 3, 5, 9):
-            ids, lengths = prompts[:, :width], torch.full((num_requests,), width)
+        for width in (len(prompt), 1, 2, 3, 5, 9):
+            verifier = target.batch_verifier()
+            lengths = torch.full((num_requests,), len(prompt))
+            states = verifier.forward(prompts, lengths).hidden_states[0]
+            verifier.keep(lengths)
+            ids, fed = prompts[:, :width], torch.full((num_requests,), width)
 
-            def step(verifier=verifier, ids=ids, lengths=lengths) -> None:
-                verifier.forward(ids, lengths)
-                verifier.keep(torch.ones_like(lengths))  # a step keeps at least the anchor
+            def step(verifier=verifier, ids=ids, fed=fed) -> None:
+                verifier.forward(ids, fed)
+                verifier.keep(torch.ones_like(fed))  # a step keeps at least the anchor
 
-            verify.append((1, num_requests, num_requests * width, median_s(step, repeats=5)))
+            time_s = median_s(step, repeats=5 if width < len(prompt) else 2)
+            context = num_requests * len(prompt)
+            steps.append(TimedStep(num_requests=num_requests, num_tokens=num_requests * width,
+                                   num_context_tokens=context, time_s=time_s))  # fmt: skip
         context = DraftContext.start(prompt, states, 5)
 
         def propose(context=context, num_requests=num_requests) -> None:
             for _ in range(num_requests):
                 drafter.propose(context, num_draft_tokens=drafter.num_draft_tokens, sampling=Sampling())
 
-        draft.append((1, num_requests, median_s(propose, repeats=3)))
-    fits = []
-    for name, points in (("verify", np.array(verify)), ("draft", np.array(draft))):
-        # Relative errors count alike, whatever the batch.
-        weights = 1 / points[:, -1:]
-        fit = np.linalg.lstsq(points[:, :-1] * weights, np.ones(len(points)), rcond=None)[0].clip(min=0)
-        error = np.abs(points[:, :-1] @ fit / points[:, -1] - 1)
-        shown = f"{np.round(fit * 1000, 1)} ms (start, per request, per token)"
-        print(f"{name}: {shown}; error {error.mean():.1%}, at most {error.max():.1%}")
-        fits.append(fit)
-    return Plane(*fits)
+        drafts.append(TimedDraft(num_requests=num_requests, time_s=median_s(propose, repeats=3)))
+    measured = Measurement(name="here", target="here", num_gpus=1, steps=tuple(steps), drafts=tuple(drafts))
+    profile = TableProfile.fit(measured)
+    print(f"step times fitted within {profile.mape:.1%}; " + ", ".join(
+        f"{point.num_requests} requests {1000 * point.time_s:.0f} ms a draft" for point in drafts))  # fmt: skip
+    return profile
+
+
+def predicted_rate(profile, make_scheduler, acceptance, groups, outputs: list[int]) -> float:
+    """Tokens per second of the groups of prompts, each answered with as many tokens as it really was."""
+    seconds, lengths = 0.0, iter(outputs)
+    for number, group in enumerate(groups):
+        requests = [Request(0.0, len(prompt), next(lengths)) for prompt in group]
+        workload: Any = Batch(requests)
+        log = simulate(
+            profile=profile, acceptance=acceptance, scheduler=make_scheduler(), workload=workload, load=len(group),
+            limits=Limits(num_requests=len(group), batch_tokens=10**6), room=None, duration_s=10**6, seed=number,
+        )  # fmt: skip
+        seconds += float(log.end_s[-1])
+    return sum(outputs) / seconds
 
 
 def main() -> None:
@@ -105,21 +127,22 @@ def main() -> None:
     parts = Parts(config, Run(options.run.name, options.run, ""), info, Place.of())
     drafter, _ = trained(parts)
     prompts = [prompt_only(conversation).token_ids for conversation in parts.tokenized["evaluation"]]
-    plane = measure(parts.target, drafter, max(prompts, key=len), options.batches)
+    profile = measure(parts.target, drafter, max(prompts, key=len), options.batches)
+    rounds = read_traces(parts.run.traces, origin="replayed")
+    table = from_traces(rounds, name="replay", origin="replayed", num_draft_tokens=drafter.num_draft_tokens)
     temperatures = read_temperatures(parts.run.calibration)
 
     def aware(mode) -> Calibrated:
-        return Calibrated(HardwareAware(hardware=plane, mode=mode, staleness=2, cost_curve="convex"), temperatures)
+        return Calibrated(HardwareAware(hardware=profile, mode=mode, staleness=2, cost_curve="convex"), temperatures)
 
     ways = {
         "plain": (None, NoDrafts),
-        **{f"fixed {k}": (drafter, lambda k=k: Fixed(num_verified_tokens=k)) for k in (1, 2, 4)},
-        f"fixed {drafter.num_draft_tokens}": (drafter, lambda: Fixed(num_verified_tokens=drafter.num_draft_tokens)),
+        **{f"fixed {k}": (drafter, lambda k=k: Fixed(num_verified_tokens=k)) for k in (1, 2, drafter.num_draft_tokens)},
         "early stop": (drafter, lambda: aware("early_stop")),
         "global budget": (drafter, lambda: aware("global_budget")),
     }
     sampling = Sampling(max_new_tokens=options.tokens)
-    header = ("batch", "way", "tokens/s", "over plain", "tokens/step", "verified drafts/step")
+    header = ("batch", "way", "tokens/s", "predicted", "error", "over plain", "tokens/step", "verified drafts/step")
     print("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")
     for size in options.batches:
         texts, rates, steps = {}, {name: [] for name in ways}, {}
@@ -147,11 +170,23 @@ def main() -> None:
             accepted, verified = (
                 np.mean([getattr(step, key) for step in steps[name]]) for key in ("num_accepted", "num_draft_tokens")
             )
+            proposer, scheduler = ways[name]
+            drafts = proposer is not None
+            expected = predicted_rate(
+                profile,
+                scheduler if drafts else lambda: None,
+                table if drafts else None,
+                groups,
+                [len(text) for text in texts[name]],
+            )
+            rate = float(np.median(found))
             same = "" if texts[name] == texts["plain"] else " (other text)"
             cells = (
                 size,
                 name + same,
-                f"{np.median(found):.2f}",
+                f"{rate:.2f}",
+                f"{expected:.2f}",
+                f"{expected / rate - 1:+.0%}",
                 f"{over:.2f}",
                 f"{1 + accepted:.2f}",
                 f"{verified:.2f}",
