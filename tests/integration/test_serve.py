@@ -28,14 +28,15 @@ pytestmark = [
     pytest.mark.skipif(vllm is None, reason="vllm is not installed: make test-services"),
 ]
 
-SMALL = ["serve.dtype=float32", "serve.num_prompts=12", "evaluate.max_new_tokens=60", "data.train.num_prompts=200"]
+SMALL = ["serve.dtype=float32", "evaluate.max_new_tokens=60", "data.train.num_prompts=200"]
 # Until more than the first draft token is accepted; of one layer, as vLLM's CPU engine errs with more (last test).
 BLOCKS = ["trainer.max_steps=150", "drafter.num_layers=1"]
 CASES = {
     "eagle3": ["drafter=eagle3", "trainer.max_steps=40", "data.draft_vocab_size=512", "drafter.feature_norm=joint"],
     "dflash": ["drafter=dflash", *BLOCKS, "drafter.window={tokens:24,origin:query,causal:true,full_layers:[]}"],
 }
-DSPARK = ["drafter=dspark", *BLOCKS, "serve.concurrency=4", "run.name=dspark"]
+# All at once: interpreted kernels cost much a step, little more for several requests.
+DSPARK = ["drafter=dspark", *BLOCKS, "serve.num_prompts=8", "serve.concurrency=8", "run.name=dspark"]
 TRAIN = "stages=[regenerate,capture,train,export]"
 
 
@@ -56,7 +57,8 @@ def check_steps(run: Path, printed: str) -> dict[str, Metric]:
     assert found["counters"]["drafts"] >= 200
     assert sum(found["counters"]["accepted_at"]) == found["counters"]["accepted_tokens"]
     assert found["counters"]["accepted_at"][1] > 0
-    assert "serve: agree: " in printed and "12 of 12 greedy answers are the target's own" in printed
+    number = len(found["ours"])
+    assert "serve: agree: " in printed and f"{number} of {number} greedy answers are the target's own" in printed
     metrics = {entry.name: entry for entry in read_results(run).metrics if entry.setting.get("temperature") == 0.0}
     assert metrics["served_acceptance_length"].value == metrics["exported_acceptance_length"].value
     assert metrics["served_agreement"].value == 1.0 and metrics["served_mismatch_rate"].value == 0.0
@@ -83,7 +85,12 @@ def test_a_server_that_runs_already_takes_our_steps_and_agrees_when_sampling(fol
 
 @pytest.mark.parametrize("drafter", CASES)
 def test_vllm_takes_the_very_steps_of_our_own_decoding(folder: Path, drafter: str) -> None:
-    overrides = [*SMALL, *CASES[drafter], f"serve.concurrency={[1, 4] if drafter == 'dflash' else 1}"]
+    overrides = [
+        *SMALL,
+        *CASES[drafter],
+        "serve.num_prompts=12",
+        f"serve.concurrency={[1, 4] if drafter == 'dflash' else 1}",
+    ]
     printed = call(folder, *overrides, TRAIN.replace("]", ",serve]"), f"run.name={drafter}").stdout
     run = folder / "runs" / drafter
     assert check_steps(run, printed)["served_tokens_per_s"].value
