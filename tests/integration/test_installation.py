@@ -48,7 +48,7 @@ def test_wheel_in_an_empty_folder(tmp_path: Path) -> None:
     assert "name: tiny" in out
     shipped = zipfile.ZipFile(wheel).namelist()
     for needed in (
-        "assets/tiny/model.safetensors", "report/template.html.jinja", "cluster/slurm.sh.jinja",
+        "assets/tiny/model.safetensors", "report/template.html.jinja", "cluster/slurm.sh.jinja", "constraints.txt",
         "conf/experiment/smoke.yaml",
     ):  # fmt: skip
         assert f"dspark_lab/{needed}" in shipped
