@@ -90,7 +90,7 @@ class Job:
 
     def start_again(self) -> None:
         """Once it is queued again: now, instead of after Slurm's two minutes."""
-        self.wait(lambda: (self.shown["JobState"], self.shown["Restarts"]) == ("PENDING", "1"), within_s=90)
+        self.wait(lambda: (self.shown["JobState"], self.shown["Restarts"]) == ("PENDING", "1"), within_s=200)
         time.sleep(3)  # what Slurm signs in the second in which it ended the first start counts as revoked with it
         self.slurm.call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
 
