@@ -6,6 +6,10 @@ import torch
 from triton.backends import driver  # pyright: ignore[reportMissingImports]
 from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
 
+from triton_cpu_stub.masks import take_masks_of_any_dtype  # pyright: ignore[reportMissingImports]
+
+take_masks_of_any_dtype()  # DFlash2's walk over candidates needs it
+
 
 class Driver(driver.DriverBase):
     @classmethod
