@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from rich.table import Table
 
 from dspark_lab.cluster.doctor import Asked, Check, Finding, Patient, examine
-from dspark_lab.cluster.doctor_checks import CHECKS
-from dspark_lab.cluster.doctor_look import Look
+from dspark_lab.cluster.doctor.checks import CHECKS
+from dspark_lab.cluster.doctor.look import Look
 from dspark_lab.hardware.accelerator import Accelerator
 from dspark_lab.nothere import Missing
 from dspark_lab.pipeline.build import build

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from dspark_lab.checkpoint.description import describe
 from dspark_lab.cluster.plan import Plan, make_plan
-from dspark_lab.cluster.plan_flow import States
-from dspark_lab.cluster.plan_job import Assumptions, Job
-from dspark_lab.cluster.plan_memory import DrafterSize, TrainingPlace
+from dspark_lab.cluster.plan.flow import States
+from dspark_lab.cluster.plan.job import Assumptions, Job
+from dspark_lab.cluster.plan.memory import DrafterSize, TrainingPlace
 from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
 from dspark_lab.drafter.block import BlockDrafter

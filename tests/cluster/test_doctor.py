@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dspark_lab.cluster.doctor import Asked, Finding, Patient, examine
-from dspark_lab.cluster.doctor_checks import CHECKS
-from dspark_lab.cluster.doctor_look import Look
+from dspark_lab.cluster.doctor.checks import CHECKS
+from dspark_lab.cluster.doctor.look import Look
 
 URL = "http://10.1.0.5:8000"
 ASKED = Asked(

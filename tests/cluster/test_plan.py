@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from dspark_lab.__main__ import config_folder
 from dspark_lab.cluster.plan import make_plan
-from dspark_lab.cluster.plan_flow import States
-from dspark_lab.cluster.plan_job import Assumptions, Job
+from dspark_lab.cluster.plan.flow import States
+from dspark_lab.cluster.plan.job import Assumptions, Job
 from dspark_lab.cluster.slurm import Engine, Work
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.plan import job_of, spec_of_facts

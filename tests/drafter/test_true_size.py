@@ -15,7 +15,7 @@ from dspark_lab.__main__ import config_folder
 from dspark_lab.checkpoint.description import describe
 from dspark_lab.checkpoint.engines import serve_command, unservable
 from dspark_lab.checkpoint.speculators import config_of
-from dspark_lab.cluster.plan_memory import TrainingPlace, training_memory
+from dspark_lab.cluster.plan.memory import TrainingPlace, training_memory
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.plan import drafter_on_meta, size_of, spec_of_facts

@@ -11,7 +11,7 @@ import torch
 from mooncake_world import World, needs_mooncake, shared_world, spoil
 from stored_samples import MANIFEST, is_intact, key_of, sample_of
 
-from dspark_lab.cluster.doctor_look import Look
+from dspark_lab.cluster.doctor.look import Look
 from dspark_lab.records import TargetSample
 from dspark_lab.store.mooncake_admin import object_names
 from dspark_lab.store.protocol import CorruptSampleError, MissingSampleError, NoRoomError

@@ -30,7 +30,7 @@ class Look:
 
     def tested_versions(self) -> dict[str, str]:
         """Name -> version of ``constraints.txt``, beside the package's modules (a wheel) or the package (a clone)."""
-        here = Path(__file__).parents[1]
+        here = Path(__file__).parents[2]
         for folder in (here, here.parent):
             file = folder / "constraints.txt"
             if file.is_file():

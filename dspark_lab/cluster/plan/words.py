@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from dspark_lab.cluster.plan_flow import GB, GIB, Rates
-from dspark_lab.cluster.plan_job import Job, Line
-from dspark_lab.cluster.plan_placement import Serving
+from dspark_lab.cluster.plan.flow import GB, GIB, Rates
+from dspark_lab.cluster.plan.job import Job, Line
+from dspark_lab.cluster.plan.placement import Serving
 
 Figures = Mapping[str, float | str]
 

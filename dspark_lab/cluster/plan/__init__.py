@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dspark_lab.cluster.plan_flow import GB, GIB, WINDOW_SHARE, Corpus, Rates, samples_in_flight
-from dspark_lab.cluster.plan_job import Job, Line
-from dspark_lab.cluster.plan_memory import total_bytes, training_flops, training_memory
-from dspark_lab.cluster.plan_placement import Node, Serving, place, serving
-from dspark_lab.cluster.plan_words import words
+from dspark_lab.cluster.plan.flow import GB, GIB, WINDOW_SHARE, Corpus, Rates, samples_in_flight
+from dspark_lab.cluster.plan.job import Job, Line
+from dspark_lab.cluster.plan.memory import total_bytes, training_flops, training_memory
+from dspark_lab.cluster.plan.placement import Node, Serving, place, serving
+from dspark_lab.cluster.plan.words import words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

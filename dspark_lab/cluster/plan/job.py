@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from pydantic import PositiveFloat, PositiveInt
 
-from dspark_lab.cluster.plan_flow import States
-from dspark_lab.cluster.plan_memory import DrafterSize, TrainingPlace
+from dspark_lab.cluster.plan.flow import States
+from dspark_lab.cluster.plan.memory import DrafterSize, TrainingPlace
 from dspark_lab.hardware.accelerator import Accelerator
 from dspark_lab.hardware.served import ServedTarget
 from dspark_lab.validation import checked

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dspark_lab.cluster.doctor_look import Look
+from dspark_lab.cluster.doctor.look import Look
 
 State = Literal["ok", "warned", "failed", "skipped"]
 

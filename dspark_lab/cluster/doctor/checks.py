@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from dspark_lab.cluster.doctor import Check, Finding, Patient
-from dspark_lab.cluster.doctor_services import SERVICES
+from dspark_lab.cluster.doctor.services import SERVICES
 
 GIB = 2**30
 ALWAYS = ("torch", "lightning", "hydra-core", "omegaconf", "transformers", "safetensors", "torchmetrics", "pydantic")
