@@ -109,9 +109,12 @@ class Engine:
 
     @property
     def _dtype(self) -> str:
-        recipe = self.parts.serving
-        here = "not told" if recipe.endpoint else str(self.parts.target.dtype).removeprefix("torch.")
-        return recipe.dtype or here
+        recipe, parts = self.parts.serving, self.parts
+        if recipe.dtype or recipe.endpoint:
+            return recipe.dtype or "not told"
+        if parts.info.choices["engine"] == "vllm" and "decode" not in parts.evaluation.modes:
+            return str(parts.config.engine.dtype)  # of the servers whose answers are replayed
+        return str(parts.target.dtype).removeprefix("torch.")
 
     @property
     def _newer_runner(self) -> bool:
