@@ -17,7 +17,7 @@ from dspark_lab.drafter.base import Drafter
 from dspark_lab.evaluation.acceptance import acceptance_metrics
 from dspark_lab.evaluation.decode import evaluate_decode
 from dspark_lab.evaluation.gate import Agreement, compare, mismatches
-from dspark_lab.evaluation.replay import evaluate_replay
+from dspark_lab.evaluation.traces import read_traces
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.engine import Engine, Measured
 from dspark_lab.pipeline.parts import Parts
@@ -41,6 +41,11 @@ def refuse_unservable(parts: Parts) -> None:
         parts.target.spec.rope_parameters,
         reduced=parts.config.data.draft_vocab_size is not None,
     )
+    if "decode" not in parts.evaluation.modes and not parts.evaluation.sampling.greedy:
+        said.append(
+            "evaluate.mode=[replay] with a temperature: the engine drafts greedily where a sampled replay draws, so they "
+            "could not be compared; add decode to evaluate.mode, or set evaluate.temperature=0"
+        )
     if "adaptive" in parts.serving.others:
         said += unservable_adaptively(algorithm, on_cpu=resolve_device("auto").type == "cpu")
     if said:
@@ -58,8 +63,11 @@ def serve(parts: Parts) -> Outcome:
     format_of(get_class(parts.config.drafter._target_))  # importing a class makes its format known
     checkpoint, recipe = read_checkpoint(str(folder)), parts.serving
     num_draft_tokens = recipe.judged or checkpoint.description.num_draft_tokens
-    here = decoded_here if "decode" in parts.evaluation.modes else replayed_here
-    own = here(parts, checkpoint, parts.evaluation_prompts[: recipe.num_prompts], num_draft_tokens)
+    prompts = parts.evaluation_prompts[: recipe.num_prompts]
+    if "decode" in parts.evaluation.modes:
+        own = decoded_here(parts, checkpoint, prompts, num_draft_tokens)
+    else:
+        own = replayed_here(parts, prompts)
     prompts, ours = own.prompts, own.traces
 
     engine = Engine(parts, checkpoint, prompts)
@@ -130,28 +138,15 @@ def decoded_here(
     return Own("decode", prompts, decoded.traces, decoded.plain_token_ids)
 
 
-def replayed_here(
-    parts: Parts, checkpoint: Checkpoint, prompts: Sequence[TokenizedConversation], num_draft_tokens: int
-) -> Own:
-    """By walking the recorded answers, for a target that no process here holds; those that cannot be are left out."""
+def replayed_here(parts: Parts, prompts: Sequence[TokenizedConversation]) -> Own:
+    """What stage evaluate has replayed, for a target that no process here holds; prompts that it refused are left out.
+
+    Its weights were not rounded for export.
+    """
+    traces = {trace.prompt_id: trace for trace in read_traces(parts.run.traces, origin="replayed")}
     answers = {conversation.id: conversation.answer_token_ids for conversation in parts.answered["evaluation"]}
-    recorded = {conversation.id: conversation for conversation in parts.tokenized["evaluation"]}
-    drafter = exported(parts, checkpoint)
-    replayed = evaluate_replay(
-        drafter,
-        parts.store.get,
-        [recorded[prompt.id] for prompt in prompts if prompt.id in recorded],
-        sampling=parts.evaluation.sampling,
-        num_draft_tokens=num_draft_tokens,
-        target_head=drafter.target_head,
-        eos_token_ids=parts.target.spec.eos_token_ids,
-        seed=parts.evaluation.seed,
-        draft_greedily=True,
-        progress=track,
-    )
-    walked = {trace.prompt_id for trace in replayed.traces}
-    kept = [prompt for prompt in prompts if prompt.id in walked]
-    return Own("replay", kept, replayed.traces, [answers[prompt.id] or () for prompt in kept])
+    kept = [prompt for prompt in prompts if prompt.id in traces]
+    return Own("replay", kept, [traces[prompt.id] for prompt in kept], [answers[prompt.id] or () for prompt in kept])
 
 
 def exported(parts: Parts, checkpoint: Checkpoint) -> Drafter:

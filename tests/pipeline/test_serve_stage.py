@@ -11,10 +11,11 @@ from dspark_lab.checkpoint.engines import cpu_faults
 from dspark_lab.evaluation.engine import Answer, DraftCounters, Served
 from dspark_lab.evaluation.gate import compare
 from dspark_lab.evaluation.recipe import Serving
+from dspark_lab.evaluation.traces import save_traces
 from dspark_lab.pipeline import requested_stages
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.engine import Measured
-from dspark_lab.pipeline.serve import INTERPRETED, gate_metrics, refuse_unservable, serve, speed_metrics
+from dspark_lab.pipeline.serve import INTERPRETED, gate_metrics, refuse_unservable, replayed_here, serve, speed_metrics
 from dspark_lab.records import Trace, VerifyStep
 
 
@@ -22,7 +23,8 @@ def parts(*overrides: str, **rope: Any) -> Any:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = compose("config", list(overrides))
     target = SimpleNamespace(spec=SimpleNamespace(rope_parameters=rope))
-    return SimpleNamespace(config=config, target=target, serving=build(config, "serve"))
+    recipes = {"serving": build(config, "serve"), "evaluation": build(config, "evaluate")}
+    return SimpleNamespace(config=config, target=target, **recipes)
 
 
 def test_not_by_default_and_after_export() -> None:
@@ -42,6 +44,7 @@ def test_the_defaults_can_be_served(drafter: str) -> None:
         (["drafter=dspark", "drafter.markov=gated"], {}, "train with drafter.markov=vanilla"),
         (["drafter=dflash", "drafter.sample_from_anchor=true"], {}, "train with drafter.sample_from_anchor=false"),
         (["drafter=eagle3"], {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (["evaluate.mode=[replay]", "evaluate.temperature=1"], {}, r"add decode to evaluate\.mode"),
         (["drafter=eagle3", "serve.num_draft_tokens=[3,adaptive]"], {}, "enable_adaptive_verification for DSpark only"),
     ],
 )
@@ -84,6 +87,18 @@ def test_what_a_running_server_cannot_obey_is_refused(idle: str) -> None:
     assert parts("serve.endpoint=http://localhost:1", "serve.num_draft_tokens=3").serving.endpoint
     with pytest.raises(ValueError, match=r"runs already, so (num_draft_tokens|python|arguments) would have no effect"):
         parts("serve.endpoint=http://localhost:1", idle)
+
+
+def test_a_replaying_gate_compares_with_what_was_evaluated(tmp_path) -> None:
+    """For a target that no process here holds: neither weights nor states are asked for."""
+    traces = [Trace(name, "sums", (VerifyStep(4, 2, 1),), 2) for name in "ab"]
+    save_traces(tmp_path / "traces.jsonl", {"replayed": traces})
+    answered = [SimpleNamespace(id=name, answer_token_ids=(ord(name), 2)) for name in "cba"]
+    run: Any = SimpleNamespace(run=SimpleNamespace(traces=tmp_path / "traces.jsonl"), answered={"evaluation": answered})
+    asked: Any = [SimpleNamespace(id=name) for name in "acb"]  # c was refused by the replay
+    own = replayed_here(run, asked)
+    assert [prompt.id for prompt in own.prompts] == ["a", "b"] == [trace.prompt_id for trace in own.traces]
+    assert own.texts == [(97, 2), (98, 2)] and own.way == "replay"
 
 
 def test_without_an_export_there_is_nothing_to_serve(tmp_path) -> None:

@@ -1,0 +1,44 @@
+"""The flagship in small: one command, from prompts to a drafter that a real vLLM serves, over real Mooncake."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dspark_lab.report.results import read_results
+
+try:
+    import mooncake  # pyright: ignore[reportMissingImports]
+    import vllm  # pyright: ignore[reportMissingImports]
+except ImportError:
+    mooncake = vllm = None
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.mooncake,
+    pytest.mark.skipif(vllm is None, reason="vllm or mooncake is not installed: make test-services"),
+]
+
+
+def test_the_flagship_is_rehearsed_from_prompts_to_a_served_drafter(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dspark_lab", "+rehearse=cpu", "+experiment=kimi_k3_dspark", f"run.root={tmp_path / 'runs'}"],
+        capture_output=True, text=True, env={**os.environ, "DSPARK_LAB_HOME": str(tmp_path / "home"), "COLUMNS": "200"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
+    assert "Rehearsed: the experiment with these replaced" in done.stdout
+    assert "serve: agree: " in done.stdout and "8 of 8 greedy answers are the target's own" in done.stdout
+    (run,) = (tmp_path / "runs").glob("kimi_k3_dspark-cpu-dspark-*")
+    found = read_results(run)
+    stages = {stage.name: stage for stage in found.stages}
+    assert list(stages) == [
+        "plan", "regenerate", "capture", "train", "evaluate", "calibrate", "export", "serve", "simulate", "report",
+    ]  # fmt: skip
+    assert stages["train"].events["live samples used"] > 0
+    metrics = {entry.name: entry for entry in found.metrics}
+    assert metrics["served_agreement"].value == 1.0 and metrics["served_mismatch_rate"].value == 0.0
+    assert metrics["simulated_gain"].setting["hardware"] == "gb300_nvl72"
+    assert (run / "export" / "README.md").is_file() and (run / "calibration.json").is_file()
+    assert "Simulated serving" in (run / "report.html").read_text()
