@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import yaml
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 import dspark_lab
@@ -83,7 +83,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {  # name of the YAML file in conf
 
 def loss_of(convention: str = "paper", **overrides: Any) -> Loss:
     """``conf/loss/<convention>.yaml``; ``overrides`` change its keys, or those of every algorithm's objective."""
-    nodes = yaml.safe_load((CONF / "loss" / f"{convention}.yaml").read_text())
+    nodes: Any = OmegaConf.to_container(_convention(convention))
     del nodes["_target_"]
     for key, value in overrides.items():
         if key in nodes:
@@ -92,6 +92,13 @@ def loss_of(convention: str = "paper", **overrides: Any) -> Loss:
             for objective in (node for node in nodes.values() if isinstance(node, dict)):
                 objective[key] = value
     return Loss(**nodes)
+
+
+def _convention(name: str) -> DictConfig:
+    """The file over those that it is based on."""
+    node = cast(DictConfig, OmegaConf.load(CONF / "loss" / f"{name}.yaml"))
+    bases = [base for base in node.pop("defaults", []) if base != "_self_"]
+    return cast(DictConfig, OmegaConf.merge(*map(_convention, bases), node))
 
 
 def target_head(*, tied: bool = False) -> TargetHead:
