@@ -21,9 +21,9 @@ class Corpus:
     ``truncated`` says what becomes of training answers that were cut at ``max_new_tokens``; empty ones are always
     dropped. ``overlap`` says what becomes of training conversations that share 13 words in a row with a prompt of the
     benchmark. ``packaged_answers`` names answers shipped with this package, used where this very target wrote them;
-    ``num_checked`` of the greedy ones are written again and compared. Samples with fewer than ``min_supervised_tokens`` are
-    left out. ``source`` says whether training reads states from the
-    store or an engine captures them meanwhile.
+    ``num_checked`` of the greedy ones are written again and compared. Training and validation answers are not supervised
+    through the text ``reasoning_end``, where they hold it; samples with fewer than ``min_supervised_tokens`` are left out.
+    ``source`` says whether training reads states from the store or an engine captures them meanwhile.
     """
 
     @checked
@@ -41,6 +41,7 @@ class Corpus:
         packaged_answers: str | None,
         num_checked: int,
         enable_thinking: bool | None,
+        reasoning_end: str | None,
         draft_vocab_size: int | None,
         min_supervised_tokens: PositiveInt,
         source: Literal["stored", "live"],
@@ -61,6 +62,8 @@ class Corpus:
             )
         if not regenerate and truncated == "drop":
             raise ValueError("truncated='drop' has no effect with regenerate=false: set it to keep")
+        if reasoning_end == "":
+            raise ValueError("reasoning_end='' ends nothing: give the text that ends a thought, or null")
         self.train, self.validation = train, validation
         self.regenerate = regenerate
         limited = tuple(replace(sampling, max_new_tokens=max_new_tokens) for sampling in samplings)
@@ -69,7 +72,7 @@ class Corpus:
         self.truncated: OnTruncated = truncated
         self.overlap: OnOverlap = overlap
         self.packaged_answers, self.num_checked = packaged_answers, num_checked
-        self.enable_thinking = enable_thinking
+        self.enable_thinking, self.reasoning_end = enable_thinking, reasoning_end
         self.draft_vocab_size = draft_vocab_size
         self.min_supervised_tokens = min_supervised_tokens
         self.source = source

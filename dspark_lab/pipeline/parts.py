@@ -29,6 +29,7 @@ from dspark_lab.data.datamodule import HiddenStateDataModule
 from dspark_lab.data.live import LiveData, LiveRecipe
 from dspark_lab.data.packing import SampleOutline
 from dspark_lab.data.prompts import Splits, disjoint, to_prompt
+from dspark_lab.data.reasoning import supervise_answers_alone
 from dspark_lab.data.screening import OverlapCount, Screened, screen_answers, screen_prompts
 from dspark_lab.data.vocabulary import DraftVocabulary, build_draft_vocabulary, count_supervised_tokens
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
@@ -225,11 +226,17 @@ class Parts:
 
     @cached_property
     def _masked(self) -> dict[str, tuple[list[TokenizedConversation], list[str]]]:
-        thinking = self.corpus.enable_thinking
-        return {
-            split: tokenize_maskable(conversations, self.target.tokenizer, enable_thinking=thinking)
+        tokenizer, thinking = self.target.tokenizer, self.corpus.enable_thinking
+        masked = {
+            split: tokenize_maskable(conversations, tokenizer, enable_thinking=thinking)
             for split, conversations in self.conversations.items()
         }
+        if self.corpus.reasoning_end is not None:
+            end = tokenizer.encode(self.corpus.reasoning_end, add_special_tokens=False)
+            for split in ("train", "validation"):
+                samples, reasons = masked[split]
+                masked[split] = supervise_answers_alone(samples, end), reasons
+        return masked
 
     @cached_property
     def manifest(self) -> Manifest:

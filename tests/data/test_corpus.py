@@ -21,6 +21,7 @@ def corpus(**settings) -> Corpus:
         "packaged_answers": None,
         "num_checked": 0,
         "enable_thinking": None,
+        "reasoning_end": None,
         "draft_vocab_size": None,
         "min_supervised_tokens": 1,
         "row_tokens": 64,
@@ -51,6 +52,7 @@ def test_the_length_limit_holds_for_every_sampling():
         ({"regenerate": False, "truncated": "drop"}, "truncated='drop' has no effect"),
         ({"truncated": "cut"}, "truncated"),
         ({"overlap": "keep"}, "overlap"),
+        ({"reasoning_end": ""}, "reasoning_end='' ends nothing"),
     ],
 )
 def test_settings_that_cannot_take_effect_are_refused(settings, complaint):
