@@ -14,6 +14,7 @@ if (
 torch.set_num_threads(min(torch.get_num_threads(), 2))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """``make test`` has two workers: one does the slow tests, whose engines would crowd each other, the other the rest."""
     for item in items:
