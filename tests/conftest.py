@@ -1,25 +1,16 @@
-"""Shared by all tests: threads, who runs what, and the rule that CI accepts no skip for a missing component."""
+"""Shared by all tests: threads, and the rule that CI accepts no skip for a missing component."""
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import pytest
 import torch
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # beside another worker, threads that wait for each other cost more than they do
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Beside another worker, threads that wait for each other cost more than they do: here and in processes that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 torch.set_num_threads(min(torch.get_num_threads(), 2))
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for the groups
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """``make test`` has two workers: one does the slow tests, whose engines would crowd each other, the other the rest."""
-    for item in items:
-        if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.xdist_group("slow"))
 
 
 @pytest.hookimpl(wrapper=True)
