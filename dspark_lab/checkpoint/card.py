@@ -53,16 +53,17 @@ def model_card(
 ) -> str:
     """Markdown with the front matter that the Hugging Face hub reads. ``under_load`` is Markdown."""
     licence = provenance.target_licence
+    held = "Speculators format" if description.latent is None else "vLLM's k3_dspark format"
     front = {
         **({"license": licence} if licence else {}),
         **({} if Path(verifier).is_absolute() else {"base_model": verifier}),
-        "library_name": "speculators",
+        "library_name": "speculators" if description.latent is None else "vllm",
         "tags": ["speculative-decoding", description.algorithm],
     }
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
         f"# {description.algorithm} drafter for {provenance.target.name}",
-        f"Drafts up to {description.num_draft_tokens} tokens for the target to verify. Speculators format; written by "
+        f"Drafts up to {description.num_draft_tokens} tokens for the target to verify. {held}; written by "
         f"dspark_lab from the run `{provenance.run}` ({provenance.checkpoint}).",
         "## Serve\n\n```bash\n" + serve_command + "\n```",
         _warnings(warnings),

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from dspark_lab.drafter.attention_kinds import LatentAttention
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.dflash import DFlash  # noqa: F401 (known by being imported)
@@ -58,7 +59,7 @@ class Description:
     shape the network, with their values there.
     ``layer_ids`` are entering-layer ids (states *entering* these target layers); None: the file leaves them to the
     default. ``num_target_layers`` and ``verifier`` name the target where the file does; ``num_draft_tokens`` is what it
-    proposes by default.
+    proposes by default. ``latent``: of its layers, None where their attention has grouped heads.
     """
 
     algorithm: str
@@ -72,6 +73,7 @@ class Description:
     layers: LayerFacts
     num_target_layers: int | None = None
     verifier: str | None = None
+    latent: LatentAttention | None = None
 
 
 def formats() -> Mapping[str, CheckpointFormat]:
@@ -115,6 +117,7 @@ def describe(drafter: Drafter) -> Description:
         draft_vocab_size=drafter.vocabulary.size,
         layers=LayerFacts.of(target),
         num_target_layers=target.num_layers,
+        latent=drafter.latent if isinstance(drafter, BlockDrafter) else None,
     )
 
 

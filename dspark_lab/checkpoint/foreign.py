@@ -1,4 +1,4 @@
-"""Checkpoints of other trainers, in: DeepSpec, z-lab, SpecForge and EAGLE (algorithms.md 7.8, 7.9).
+"""Checkpoints of other trainers, in: DeepSpec, z-lab, SpecForge, EAGLE (algorithms.md 7.8, 7.9) and vLLM's own.
 
 All of them count layers by output (id i is the output of decoder layer i): one less than here (0.4).
 """
@@ -6,6 +6,7 @@ All of them count layers by output (id i is the output of decoder layer i): one 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dspark_lab.checkpoint import k3_dspark
 from dspark_lab.checkpoint.description import Description
 from dspark_lab.checkpoint.speculators import layer_facts, read_heads, read_layers, read_window, required
 
@@ -163,6 +164,7 @@ READERS: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], Description], Cal
     "DFlashDraftModel": ("z-lab", from_dflash_config, None),
     "DFlash2DraftModel": ("z-lab", from_dflash_config, None),
     "DSparkDraftModel": ("SpecForge", from_dflash_config, rename_logit_head),
+    k3_dspark.ARCHITECTURE: ("vLLM", k3_dspark.from_config, k3_dspark.to_our_name),
     "LlamaForCausalLMEagle3": ("EAGLE", from_midlayer, rename_midlayer),
 }
 """Architecture named in config.json -> format, reader of the config, and how its parameters are renamed."""

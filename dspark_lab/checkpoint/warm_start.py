@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -55,11 +56,13 @@ def check_fit(
         "target.layer_ids": (layer_ids, list(target.layer_ids)),
         "data.draft_vocab_size": (found.draft_vocab_size, draft_vocab_size or target.vocab_size),
     }
-    if options.get("attention") is not None:
+    if found.latent is not None:
+        pairs["drafter.attention"] = (asdict(found.latent), options.get("attention"))
+    elif options.get("attention") is not None:
         theirs = found.layers
         own = (theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim, dict(theirs.rope_parameters))
         names = ("num_heads", "num_kv_heads", "head_dim", "rope_parameters")
-        if tuple(options["attention"][name] for name in names) != own:
+        if tuple(options["attention"].get(name) for name in names) != own:
             raise ValueError(
                 f"{place} has attention {dict(zip(names, own, strict=True))}, drafter.attention says another: leave it to "
                 "the checkpoint with drafter.attention=null"
@@ -140,16 +143,16 @@ def _chosen(options: Mapping[str, Any], key: str, like: Any, target: TargetSpec)
 
 
 def _override(key: str, value: Any) -> str:
-    if isinstance(value, dict):
-        parts = {"tokens": value["tokens"], "origin": "anchor", "causal": value.get("causal", True), **value}
-        inside = ",".join(f"{part}:{_plain(entry)}" for part, entry in parts.items())
-        return f"'{key}={{{inside}}}'"
+    if isinstance(value, dict) and "tokens" in value:
+        value = {"tokens": value["tokens"], "origin": "anchor", "causal": value.get("causal", True), **value}
     text = f"{key}={_plain(value)}"
-    return f"'{text}'" if isinstance(value, list) else text
+    return f"'{text}'" if isinstance(value, list | dict) else text
 
 
 def _plain(value: Any) -> str:
     """As Hydra reads it."""
     if isinstance(value, list):
         return f"[{','.join(map(_plain, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{_plain(entry)}' for name, entry in value.items())}}}"
     return value if isinstance(value, str) else json.dumps(value)

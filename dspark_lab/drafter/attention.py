@@ -59,11 +59,13 @@ def attend(
 ) -> Tensor:
     """Softmax attention with scale D^-0.5 and grouped heads.
 
-    Shapes: query [Q, Hq, D]; context keys and values [N, Hkv, D]; each of ``own`` [Q, Hkv, D]. Returns [Q, Hq, D].
+    Shapes: query [Q, Hq, D]; context keys [N, Hkv, D] and values [N, Hkv, Dv]; each of ``own`` [Q, Hkv, D] and [Q, Hkv, Dv].
+    Returns [Q, Hq, Dv].
     """
     if query.shape[0] == 0:
         # Still a function of all inputs: DDP waits for a gradient of every parameter, from ranks without anchors too.
-        return query + torch.stack([tensor.sum() for pair in (context, *own) for tensor in pair]).sum()
+        total = torch.stack([tensor.sum() for tensor in (query, *(t for pair in (context, *own) for t in pair))]).sum()
+        return total.expand(0, query.shape[1], context[1].shape[-1])
     if query.is_cuda:
         return _attend_flex(query, context, own, visibility)
     step = max(CHUNK // visibility.group_size, 1) * visibility.group_size
@@ -93,7 +95,7 @@ def _attend_chunk(
     out = F.scaled_dot_product_attention(
         folded[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None], attn_mask=mask.repeat(shared, 1)
     )
-    return out[0].view(key.shape[1], shared, num_queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
+    return out[0].view(key.shape[1], shared, num_queries, -1).permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _attend_flex(

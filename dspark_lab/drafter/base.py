@@ -22,10 +22,10 @@ from torchmetrics import MeanMetric
 
 from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.decoding.sampling import draw, probabilities
+from dspark_lab.drafter.attention_kinds import NO_LATENTS, AnyAttention, LatentAttention
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.divergences import Divergences, diverge
 from dspark_lab.drafter.format import CheckpointFormat
-from dspark_lab.drafter.layers import Attention
 from dspark_lab.drafter.losses import LossTerms, walk_chunks
 from dspark_lab.drafter.objective import Loss, normalisation
 from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate
@@ -101,6 +101,7 @@ class Drafter(L.LightningModule):
 
     num_draft_tokens: int  # tokens that one proposal holds at most
     chained = False  # whether the slots of a block are steps of a chain (EAGLE-3)
+    takes_latents = False  # whether ``attention`` may be latent
     decays: Tensor
 
     def __init__(
@@ -109,12 +110,14 @@ class Drafter(L.LightningModule):
         borrowed: Borrowed,
         recipe: Recipe,
         num_slots: int,
-        attention: Attention | None,
+        attention: AnyAttention | None,
         head_chunk_tokens: int,
         own_terms: frozenset[str] = frozenset(),
     ) -> None:
         """``num_slots``: that predict in a block; ``attention`` None: the target's; ``own_terms``: of ``own_loss_terms``."""
         super().__init__()
+        if isinstance(attention, LatentAttention) and not self.takes_latents:
+            raise ValueError(f"{type(self).__name__}: {NO_LATENTS}")
         self.target = attention.instead_of(borrowed.target) if attention else borrowed.target
         self.target_head, self.vocabulary = borrowed.head, borrowed.vocabulary
         lm_head = self.target_head.lm_head

@@ -1,6 +1,7 @@
 """The backbone that block drafters share: all slots of a block at once, over the target's states before its anchor."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -9,17 +10,11 @@ from transformers import Qwen3Config
 
 from dspark_lab.drafter.anchors import Blocks, block_candidates, gather_blocks, sample_anchors
 from dspark_lab.drafter.attention import Visibility
+from dspark_lab.drafter.attention_kinds import AnyAttention, LatentAttention
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
 from dspark_lab.drafter.context import DraftContext
-from dspark_lab.drafter.layers import (
-    Attention,
-    BlockLayer,
-    KeyValue,
-    Rotary,
-    SlidingWindow,
-    layer_config,
-    visible_by_layer,
-)
+from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rotary, SlidingWindow, layer_config, visible_by_layer
+from dspark_lab.drafter.mla import latent_layer
 from dspark_lab.records import Batch
 
 
@@ -29,6 +24,8 @@ class BlockDrafter(Drafter):
     Algorithms.md 2.2. Anchor-first (``sample_from_anchor``): every slot predicts; 1 + N: the slots after the anchor do.
     """
 
+    takes_latents = True
+
     def __init__(
         self,
         *,
@@ -37,7 +34,7 @@ class BlockDrafter(Drafter):
         head_chunk_tokens: int,
         num_layers: int,
         intermediate_size: int | None,
-        attention: Attention | None,
+        attention: AnyAttention | None,
         block_size: int,
         num_anchors: int,
         sample_from_anchor: bool,
@@ -64,6 +61,9 @@ class BlockDrafter(Drafter):
         self.num_draft_tokens, self.window_attention = num_slots, window
         self.fc = nn.Linear(len(target.layer_ids) * target.hidden_size, target.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)
+        self.latent = attention if isinstance(attention, LatentAttention) else None
+        if self.latent is not None:
+            make_layer = partial(latent_layer, self.latent)
         layers = nn.ModuleList(make_layer(config) for _ in range(num_layers))
         self.layers = cast(Sequence[BlockLayer], layers)  # a ModuleList has no type of its members
         self.norm = nn.RMSNorm(target.hidden_size, eps=target.rms_norm_eps)

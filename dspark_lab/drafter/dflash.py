@@ -6,11 +6,12 @@ The paper's layout is 1 + N: slot k predicts the token k places after the anchor
 
 import torch
 
+from dspark_lab.drafter.attention_kinds import AnyAttention
 from dspark_lab.drafter.base import Borrowed, Recipe
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.format import CheckpointFormat
-from dspark_lab.drafter.layers import Attention, SlidingWindow, initialise
+from dspark_lab.drafter.layers import SlidingWindow, initialise
 from dspark_lab.records import Proposal, Sampling
 from dspark_lab.validation import checked
 
@@ -28,7 +29,7 @@ class DFlash(BlockDrafter):
         recipe: Recipe,
         num_layers: int,
         intermediate_size: int | None,
-        attention: Attention | None,
+        attention: AnyAttention | None,
         block_size: int,
         num_anchors: int,
         sample_from_anchor: bool,

@@ -26,18 +26,21 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 
 from dspark_lab.drafter.attention import Visibility
+from dspark_lab.drafter.attention_kinds import AnyAttention
 from dspark_lab.drafter.base import Borrowed, DraftOutput, Recipe
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.divergences import Divergences
 from dspark_lab.drafter.format import CheckpointFormat
-from dspark_lab.drafter.layers import Attention, BlockLayer, KeyValue, Rope, SlidingWindow, initialise
+from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rope, SlidingWindow, initialise
 from dspark_lab.records import Proposal, Sampling
 from dspark_lab.validation import checked
 
 
 class DFlash2(BlockDrafter):
     """``BlockDrafter`` with ``ConvolvedLayer``s and a ``CandidateSelector``."""
+
+    takes_latents = False
 
     checkpoint_format = CheckpointFormat(
         "dflash2",
@@ -56,7 +59,7 @@ class DFlash2(BlockDrafter):
         recipe: Recipe,
         num_layers: int,
         intermediate_size: int | None,
-        attention: Attention | None,
+        attention: AnyAttention | None,
         block_size: int,
         num_anchors: int,
         sample_from_anchor: bool,

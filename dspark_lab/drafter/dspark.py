@@ -9,13 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from dspark_lab.drafter.attention_kinds import AnyAttention
 from dspark_lab.drafter.base import Borrowed, DraftOutput, Recipe
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.divergences import Divergences
 from dspark_lab.drafter.format import CheckpointFormat
 from dspark_lab.drafter.heads import ConfidenceHead, MarkovHead, MarkovKind
-from dspark_lab.drafter.layers import Attention, SlidingWindow, initialise
+from dspark_lab.drafter.layers import SlidingWindow, initialise
 from dspark_lab.drafter.losses import confidence_loss
 from dspark_lab.records import Proposal, Sampling
 from dspark_lab.validation import checked
@@ -38,7 +39,7 @@ class DSpark(BlockDrafter):
         recipe: Recipe,
         num_layers: int,
         intermediate_size: int | None,
-        attention: Attention | None,
+        attention: AnyAttention | None,
         block_size: int,
         num_anchors: int,
         sample_from_anchor: bool,

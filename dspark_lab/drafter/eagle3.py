@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dspark_lab.drafter.attention import Visibility
+from dspark_lab.drafter.attention_kinds import AnyAttention
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.drafter.format import CheckpointFormat
 from dspark_lab.drafter.layers import (
-    Attention,
     ChainLayer,
     KeyValue,
     Rope,
@@ -49,7 +49,7 @@ class Eagle3(Drafter):
         recipe: Recipe,
         num_layers: int,
         intermediate_size: int | None,
-        attention: Attention | None,
+        attention: AnyAttention | None,
         ttt_steps: int,
         num_draft_tokens: int,
         feature_norm: Literal["joint", "layer"] | None,

@@ -1,8 +1,9 @@
 """Decoder layers of drafters, with the parameter names of Qwen3/Llama layers and of the speculators format."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RotaryEmbedd
 from dspark_lab.drafter.attention import Visibility, attend
 from dspark_lab.records import TargetSpec
 
-KeyValue = tuple[Tensor, Tensor]  # keys and values, each [N, Hkv, D]
+KeyValue = tuple[Tensor, Tensor]  # keys [N, Hkv, D] and values [N, Hkv, D], of latent attention [N, Hkv, Dv]
 Rope = tuple[Tensor, Tensor]  # cos and sin, each [N, 1, D]
 
 
@@ -40,36 +41,6 @@ class SlidingWindow:
                 f"window.full_layers={list(self.full_layers)} of num_layers={num_layers}: name some of 0..{num_layers - 1}, "
                 "not all (window=null for none)"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
-    """Heads and rotary positions of a drafter's layers where they are not the target's.
-
-    ``rope_parameters`` as Transformers writes them: {rope_type: default, rope_theta: 10000.0}.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_parameters: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"attention: num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}, and "
-                f"head_dim={self.head_dim} positive"
-            )
-
-    def instead_of(self, target: TargetSpec) -> TargetSpec:
-        """The target as layers with this attention see it."""
-        return replace(
-            target,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rope_parameters=dict(self.rope_parameters),
-        )
 
 
 def visible_by_layer(
@@ -136,8 +107,25 @@ def rotate(states: Tensor, rope: Rope) -> Tensor:
     return (states * cos + rotate_half(states) * sin).to(states.dtype)
 
 
-class DraftAttention(nn.Module):
-    """Projections of an attention layer whose queries and keys may come from different inputs."""
+class ProjectedAttention(nn.Module):
+    """An attention layer whose queries and keys may come from different inputs."""
+
+    o_proj: nn.Linear
+
+    @abstractmethod
+    def queries(self, states: Tensor, rope: Rope) -> Tensor:
+        """[Q, input] -> [Q, Hq, D]."""
+
+    @abstractmethod
+    def keys_values(self, states: Tensor, rope: Rope) -> KeyValue:
+        """[N, input] -> keys and values."""
+
+    def forward(self, query: Tensor, context: KeyValue, own: Sequence[KeyValue], visibility: Visibility) -> Tensor:
+        return self.o_proj(attend(query, context, own, visibility).flatten(1))
+
+
+class DraftAttention(ProjectedAttention):
+    """Grouped heads, as those of Qwen3 and Llama."""
 
     def __init__(self, config: Qwen3Config, *, input_size: int, qk_norm: bool) -> None:
         super().__init__()
@@ -161,16 +149,17 @@ class DraftAttention(nn.Module):
         key = rotate(self.k_norm(self.k_proj(states).unflatten(-1, (-1, self.head_dim))), rope)
         return key, self.v_proj(states).unflatten(-1, (-1, self.head_dim))
 
-    def forward(self, query: Tensor, context: KeyValue, own: Sequence[KeyValue], visibility: Visibility) -> Tensor:
-        return self.o_proj(attend(query, context, own, visibility).flatten(1))
-
 
 class BlockLayer(nn.Module):
-    """A decoder layer over block slots that also attends to context states, which bypass ``input_layernorm``."""
+    """A decoder layer over block slots that also attends to context states, which bypass ``input_layernorm``.
 
-    def __init__(self, config: Qwen3Config) -> None:
+    ``attention`` None: grouped heads, as ``config`` has them.
+    """
+
+    def __init__(self, config: Qwen3Config, attention: ProjectedAttention | None = None) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(config, input_size=config.hidden_size, qk_norm=True)
+        grouped = attention is None
+        self.self_attn = DraftAttention(config, input_size=config.hidden_size, qk_norm=True) if grouped else attention
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

@@ -17,11 +17,10 @@ import lightning as L
 import torch
 import transformers
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from dspark_lab.checkpoint.description import format_of
 from dspark_lab.pipeline.distributed import count_ranks, take_part
+from dspark_lab.pipeline.export import refuse_unwritable
 from dspark_lab.pipeline.forecast import forecast
 from dspark_lab.pipeline.here import before_job, in_this_process
 from dspark_lab.pipeline.logged import logged
@@ -126,7 +125,7 @@ def carry_out(stages: Sequence[str], parts: Parts) -> float | None:
     """Stage after stage; each leaves its record and metrics in ``results.json``, a failing one its error."""
     # Not after hours of training.
     if "export" in stages:
-        format_of(get_class(parts.config.drafter._target_))
+        refuse_unwritable(parts.config)
     if "serve" in stages and not parts.export.force:
         refuse_unservable(parts)
     if parts.config.about:

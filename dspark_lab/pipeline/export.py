@@ -6,11 +6,18 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from dspark_lab.checkpoint import k3_dspark
 from dspark_lab.checkpoint.card import Provenance, model_card, target_licence
-from dspark_lab.checkpoint.description import Description, describe
+from dspark_lab.checkpoint.description import Description, describe, format_of
 from dspark_lab.checkpoint.engines import VLLM_VERSION, serve_command, unservable, untold
 from dspark_lab.checkpoint.export import write_folder
 from dspark_lab.checkpoint.speculators import config_of, tensors_of
+from dspark_lab.drafter.attention_kinds import NO_LATENTS, is_latent
+from dspark_lab.drafter.base import Drafter
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.engine_schedule import EngineSchedule, engine_schedule
 from dspark_lab.pipeline.parts import Parts
@@ -21,6 +28,20 @@ from dspark_lab.report.collect import Collection, RunResult
 from dspark_lab.report.provenance import git_commit
 from dspark_lab.report.results import RESULTS_FILE, Results, read_results
 from dspark_lab.report.text import markdown
+
+
+def refuse_unwritable(config: DictConfig) -> None:
+    """ValueError for a drafter that no format holds, before anything is trained."""
+    drafter_class = get_class(config.drafter._target_)
+    algorithm = format_of(drafter_class).name
+    options: Any = OmegaConf.to_container(config.drafter, resolve=True)
+    if not is_latent(options["attention"]):
+        return
+    if not drafter_class.takes_latents:
+        raise ValueError(f"drafter={algorithm}: {NO_LATENTS}")
+    said = k3_dspark.unwritable(algorithm, options, reduced=config.data.draft_vocab_size is not None)
+    if said:
+        raise ValueError("; ".join(said))
 
 
 def export(parts: Parts) -> Outcome:
@@ -45,13 +66,14 @@ def export(parts: Parts) -> Outcome:
         acceptance=markdown(Collection((RunResult(parts.run.directory, results),), {})),
     )
     warnings = unservable(drafter)
+    config, tensors = _content(parts, drafter, description, verifier)
     command = partial(serve_command, description, target=verifier, folder=str(folder), arguments=recipe.serve_arguments)
     schedule = engine_schedule(parts)
     under_load = _under_load(description, schedule, command)
     num_bytes = write_folder(
         folder,
-        config=config_of(description, verifier=verifier, architecture=spec.architecture, dtype=recipe.dtype),
-        tensors=tensors_of(drafter, dtype=recipe.torch_dtype, include_target_tensors=recipe.include_target_tensors),
+        config=config,
+        tensors=tensors,
         model_card=model_card(
             description,
             provenance,
@@ -67,6 +89,18 @@ def export(parts: Parts) -> Outcome:
     for warning in warnings:
         console.print(f"[yellow]export: an engine cannot serve this: {warning}[/yellow]")
     return {}, []
+
+
+def _content(
+    parts: Parts, drafter: Drafter, description: Description, verifier: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors in the format that holds its kind of attention."""
+    recipe = parts.export
+    tensors = tensors_of(drafter, dtype=recipe.torch_dtype, include_target_tensors=recipe.include_target_tensors)
+    if description.latent is not None:
+        return k3_dspark.config_of(description, dtype=recipe.dtype), k3_dspark.to_theirs(tensors)
+    architecture = parts.target.spec.architecture
+    return config_of(description, verifier=verifier, architecture=architecture, dtype=recipe.dtype), tensors
 
 
 def _under_load(description: Description, schedule: EngineSchedule | str, command: Callable[..., str]) -> str:

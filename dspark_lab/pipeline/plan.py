@@ -102,6 +102,14 @@ def size_of(drafter: Drafter, *, row_tokens: int, muon: bool) -> DrafterSize:
     else:
         num_queries = num_slots = row_tokens * drafter.decays.numel()
         num_context = 0
+    head_dim, size = target.head_dim, target.hidden_size
+    num_key = 2 * size * target.num_key_value_heads * head_dim
+    num_attention = num_key + 2 * size * target.num_attention_heads * head_dim
+    if described.latent is not None:
+        assert isinstance(drafter, BlockDrafter)
+        head_dim = described.latent.qk_head_dim  # its values are smaller: the plan is a little high
+        weights = {name: p.numel() for name, p in drafter.layers[0].self_attn.named_parameters() if p.ndim == 2}
+        num_attention, num_key = sum(weights.values()), sum(n for name, n in weights.items() if name.startswith("kv_"))
     return DrafterSize(
         num_parameters=sum(parameter.numel() for parameter in parameters.values()),
         num_muon=sum(parameters[name].numel() for name, kind in kinds(drafter).items() if kind == "muon")
@@ -116,7 +124,9 @@ def size_of(drafter: Drafter, *, row_tokens: int, muon: bool) -> DrafterSize:
         intermediate_size=options["intermediate_size"],
         num_heads=target.num_attention_heads,
         num_kv_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
+        head_dim=head_dim,
+        num_attention=num_attention,
+        num_key=num_key,
         window=window["tokens"] if window is not None and not window["full_layers"] else None,
         row_tokens=row_tokens,
         num_queries=num_queries,

@@ -13,7 +13,7 @@ from torch import Tensor
 from dspark_lab.drafter import attention
 from dspark_lab.drafter.attention import CHUNK, Visibility, attend
 
-HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
+HEADS, KEY_HEADS, HEAD_DIM, VALUE_DIM = 4, 2, 8, 6
 
 
 def block_pattern(num_context: int, *, num_blocks: int, block_size: int) -> Visibility:
@@ -56,15 +56,19 @@ def inputs(num_queries: int, num_context: int, num_own: int):
         return torch.randn(*shape, generator=generator)
 
     query = normal(num_queries, HEADS, HEAD_DIM)
-    context = normal(num_context, KEY_HEADS, HEAD_DIM), normal(num_context, KEY_HEADS, HEAD_DIM)
-    own = [(normal(num_queries, KEY_HEADS, HEAD_DIM), normal(num_queries, KEY_HEADS, HEAD_DIM)) for _ in range(num_own)]
+
+    def keys_values(count: int) -> tuple[Tensor, Tensor]:
+        return normal(count, KEY_HEADS, HEAD_DIM), normal(count, KEY_HEADS, VALUE_DIM)
+
+    context = keys_values(num_context)
+    own = [keys_values(num_queries) for _ in range(num_own)]
     return query, context, own
 
 
 def naive_attention(query: Tensor, context, own, mask: Tensor) -> Tensor:
     key = torch.cat([context[0], *(k for k, _ in own)]).double()
     value = torch.cat([context[1], *(v for _, v in own)]).double()
-    out = torch.zeros(query.shape, dtype=torch.float64)
+    out = torch.zeros(*query.shape[:2], VALUE_DIM, dtype=torch.float64)
     for q in range(query.shape[0]):
         visible = mask[q].nonzero().flatten()
         for head in range(HEADS):
@@ -97,7 +101,7 @@ def test_flex_attention_sees_the_same(pattern: str):
 def test_no_queries_give_no_outputs():
     empty = torch.zeros(0, dtype=torch.int64)
     query, context, own = inputs(0, 5, 1)
-    assert attend(query, context, own, Visibility(empty, empty, 4)).shape == (0, HEADS, HEAD_DIM)
+    assert attend(query, context, own, Visibility(empty, empty, 4)).shape == (0, HEADS, VALUE_DIM)
 
 
 def test_gradients_equal_those_of_one_dense_call():
@@ -107,7 +111,7 @@ def test_gradients_equal_those_of_one_dense_call():
     leaves = [query, *context, *(tensor for pair in own for tensor in pair)]
     for leaf in leaves:
         leaf.requires_grad_()
-    upstream = torch.randn(query.shape, generator=torch.Generator().manual_seed(1))
+    upstream = torch.randn(*query.shape[:2], VALUE_DIM, generator=torch.Generator().manual_seed(1))
     actual = torch.autograd.grad(attend(query, context, own, visibility), leaves, upstream)
     key, value = (torch.cat([context[i], *(pair[i] for pair in own)]).repeat_interleave(2, dim=1) for i in (0, 1))
     scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(HEAD_DIM)

@@ -14,6 +14,7 @@ from tiny_world import (
     ALL,
     DRAFTERS,
     SPEC,
+    VARIANTS,
     VOCABULARIES,
     assert_close,
     build,
@@ -39,7 +40,7 @@ from dspark_lab.drafter.layers import Rotary, layer_config
 from dspark_lab.records import Batch, Sampling, TargetSample
 
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=3.0)
-EVERY_DRAFTER = pytest.mark.parametrize("name", DRAFTERS)
+EVERY_DRAFTER = pytest.mark.parametrize("name", [*DRAFTERS, *VARIANTS])
 BOTH_VOCABULARIES = pytest.mark.parametrize("vocabulary", VOCABULARIES)
 
 LAYER = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

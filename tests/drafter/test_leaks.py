@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_world import DRAFTERS, ROW_TOKENS, build, logits_of, tiny_batch
+from tiny_world import DRAFTERS, ROW_TOKENS, VARIANTS, build, logits_of, tiny_batch
 from torch import Tensor
 
 from dspark_lab.drafter.base import Drafter
@@ -43,7 +43,7 @@ def perturbed(batch: Batch, field: str, index: int) -> Batch:
     return replace(batch, **{field: changed})
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [*DRAFTERS, *VARIANTS])
 @pytest.mark.parametrize("field", ["token_ids", "hidden_states"])
 def test_logits_move_with_what_a_slot_sees_and_with_nothing_else(name: str, field: str):
     drafter, batch = build(name), tiny_batch()
@@ -64,7 +64,7 @@ def test_logits_move_with_what_a_slot_sees_and_with_nothing_else(name: str, fiel
     assert min(counts) > 10
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [*DRAFTERS, *VARIANTS])
 def test_last_hidden_states_teach_and_are_never_seen(name: str):
     drafter, batch = build(name), tiny_batch()
     other = replace(batch, last_hidden_state=batch.last_hidden_state + 1.0)

@@ -79,6 +79,11 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {  # name of the YAML file in conf
     "dflash2": partial(DFlash2, **_BLOCK, **_DFLASH2, sample_from_anchor=False),
     "dspark": partial(DSpark, **_BLOCK, **_DSPARK, sample_from_anchor=True),
 }
+LATENT: dict[str, Any] = {"num_heads": 3, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 4}
+LATENT |= {"qk_rope_head_dim": 6, "v_head_dim": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+VARIANTS: dict[str, Callable[..., Drafter]] = {  # further drafters under contract, of the same files
+    "dspark_mla": partial(DRAFTERS["dspark"], attention=LATENT),
+}
 
 
 def loss_of(convention: str = "paper", **overrides: Any) -> Loss:
@@ -126,7 +131,7 @@ def build(
 ) -> Drafter:
     """The drafter with random weights large enough that everything it sees shows in its logits."""
     borrowed = Borrowed(SPEC, target_head(tied=tied), VOCABULARIES[vocabulary])
-    drafter = DRAFTERS[name](borrowed=borrowed, recipe=recipe(lr=lr, loss=loss), **overrides)
+    drafter = {**DRAFTERS, **VARIANTS}[name](borrowed=borrowed, recipe=recipe(lr=lr, loss=loss), **overrides)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in drafter.parameters():

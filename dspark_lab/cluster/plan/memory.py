@@ -29,6 +29,8 @@ class DrafterSize:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_attention: int  # weights of a layer's attention that a slot passes through
+    num_key: int  # those that a context token does
     window: int | None
     row_tokens: int
     num_queries: int
@@ -119,9 +121,9 @@ def total_bytes(held: Mapping[str, float]) -> float:
 def training_flops(size: DrafterSize) -> float:
     """Multiplications and additions of one row's step, forward and backward; frozen matrices have no gradient."""
     hidden, inner = size.hidden_size, size.intermediate_size
-    queries, keys = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
-    slot = size.num_layers * (hidden * (2 * queries + 2 * keys) + 3 * hidden * inner)
-    token = size.num_captured * hidden * hidden + size.num_layers * 2 * hidden * keys
+    queries = size.num_heads * size.head_dim
+    slot = size.num_layers * (size.num_attention + 3 * hidden * inner)
+    token = size.num_captured * hidden * hidden + size.num_layers * size.num_key
     seen = min(size.window or size.row_tokens, size.row_tokens)
     attention = size.num_layers * 2 * queries * seen
     vocabulary = size.draft_vocab_size * hidden
