@@ -176,6 +176,11 @@ class SlurmJob:
     def num_engine_nodes(self, work: Work) -> int:
         return self.num_sets * self.nodes_per_set if work.engine else 0
 
+    def stop_engine(self) -> None:
+        """Nothing of the job runs in the process that writes it."""
+
+    def close(self) -> None: ...
+
     def num_nodes(self, work: Work) -> int:
         return self.num_engine_nodes(work) + work.num_nodes
 

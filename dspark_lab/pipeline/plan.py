@@ -187,7 +187,8 @@ def num_sets_of(config: DictConfig) -> int:
 
 
 def gpus_per_set_of(config: DictConfig) -> int:
-    return config.cluster.nodes_per_set * config.cluster.gpus_per_node
+    """With vLLM's CPU engine (``gpus_per_node`` 0) a node is one device."""
+    return config.cluster.nodes_per_set * (config.cluster.gpus_per_node or 1)
 
 
 def num_samples_of(config: DictConfig) -> int:
