@@ -74,7 +74,7 @@ def patient_of(parts: Parts, *, disk_bytes: float = 0) -> Patient:
     hardware = build(config, "hardware")
     is_gpu = isinstance(hardware, Accelerator) and hardware.name != "cpu"
     mooncake, cluster = config.cluster.mooncake, choices["cluster"]
-    attached = cluster in ("none", "attach")
+    attached = cluster == "attach"
     asked = Asked(
         gpus_per_node=hardware.gpus_per_node if is_gpu else 0,
         gpu_bytes=hardware.memory_bytes if is_gpu else 0,

@@ -27,9 +27,9 @@ def engine_schedule(parts: Parts) -> EngineSchedule | str:
     try:
         table, drafter, _ = acceptance_of(parts)
         deployment = deployed(parts.config, hardware, drafter, recipe, None)
-        rates = np.array([(table.accepted > position).mean() for position in range(table.width)])
     except ValueError as error:
         return str(error)
+    rates = np.array([(table.accepted > position).mean() for position in range(table.width)])
     context_tokens = recipe.workload.prompt_tokens + recipe.workload.output_tokens // 2
     lengths = best_lengths(
         rates, deployment.profile, max_requests=recipe.limits.num_requests, context_tokens=context_tokens

@@ -73,11 +73,17 @@ def forecast(config: DictConfig, info: RunInfo, stages: Sequence[str]) -> None:
         left = max(config.trainer.max_steps - done, 0)
         PLANNED.steps[info.name] = done + left
         told.append(f"training: {done} of {config.trainer.max_steps} steps there")
-        time_s, unknown = (time_s + left * pace.step_s, unknown) if pace.step_s else (time_s, [*unknown, "train"])
+        if pace.step_s:
+            time_s += left * pace.step_s
+        else:
+            unknown.append("train")
     for stage in stages:
-        if stage not in ("regenerate", "capture", "train"):
-            known = pace.stages.get(stage)
-            time_s, unknown = (time_s + known, unknown) if known is not None else (time_s, [*unknown, stage])
+        if stage in ("regenerate", "capture", "train"):
+            continue
+        if stage in pace.stages:
+            time_s += pace.stages[stage]
+        else:
+            unknown.append(stage)
     PLANNED.time_s += time_s
     left_out = f" without {', '.join(unknown)}, of which no earlier run is here" if unknown else ""
     console.print(f"[bold]job {HydraConfig.get().job.num if in_sweep() else 0}[/bold] -> {run.directory}")
@@ -112,18 +118,13 @@ def _need(
 ) -> Need:
     new = [entry for address, entry in wanted.items() if address not in planned]
     planned.update(wanted)
-    prompts = (
-        0
-        if answer_only
-        else sum(
-            len(
-                tokenize_prompt(e.prompt.messages, parts.target.tokenizer, enable_thinking=parts.corpus.enable_thinking)
-            )
-            for e in new
-            if e.sampling is not None
+    answered = [(entry.prompt, entry.sampling) for entry in new if entry.sampling is not None]
+    num_tokens = sum(sampling.max_new_tokens for _, sampling in answered)
+    if not answer_only:
+        tokenizer, thinking = parts.target.tokenizer, parts.corpus.enable_thinking
+        num_tokens += sum(
+            len(tokenize_prompt(prompt.messages, tokenizer, enable_thinking=thinking)) for prompt, _ in answered
         )
-    )
-    num_tokens = prompts + sum(entry.sampling.max_new_tokens for entry in new if entry.sampling)
     return Need(there, len(wanted) - len(new), len(new), num_tokens)
 
 

@@ -53,7 +53,7 @@ def refuse_unservable(parts: Parts) -> None:
 
 
 def serve(parts: Parts) -> Outcome:
-    """Answer the benchmark's prompts with vLLM and with our own loop, both with the exported weights, and compare.
+    """Answer the benchmark's prompts with vLLM and the export, and compare with what is accepted here.
 
     Then every other combination of ``serve.num_draft_tokens`` and ``serve.concurrency`` is measured in the engine.
     """
@@ -112,7 +112,7 @@ def serve(parts: Parts) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What the exported weights do here. ``texts``: the target's own answer to each prompt, without a drafter."""
+    """Our side of the comparison. ``texts``: the target's own answer to each prompt, without a drafter."""
 
     way: str  # decode | replay
     prompts: Sequence[TokenizedConversation]
