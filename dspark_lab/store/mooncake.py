@@ -1,7 +1,6 @@
 """Samples in the memory of other processes, moved by Mooncake over TCP or RDMA. Layout: docs/capture_and_stores.md."""
 
 import os
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -25,7 +24,6 @@ from dspark_lab.store.sample import require_finite, require_fit
 from dspark_lab.validation import checked
 
 SAMPLE_OVERHEAD_BYTES = 512  # head and padding
-SECOND_LOOK_S = 0.2
 
 
 class MooncakeStore(HiddenStateStore):
@@ -99,15 +97,6 @@ class MooncakeStore(HiddenStateStore):
             raise NoRoomError(f"{error} {self._told(num_bytes, found)}") from error
 
     def get(self, key: str) -> TargetSample:
-        try:
-            return self._get(key)
-        except CorruptSampleError:
-            # Of two writers of one key the faster may publish it while a part of the other is still under way: Mooncake
-            # tells it that the part is there already.
-            time.sleep(SECOND_LOOK_S)
-            return self._get(key)
-
-    def _get(self, key: str) -> TargetSample:
         buffer, header = self._read_head(key)
         payload = buffer[head_bytes(header.num_parts) :]
         if header.num_parts > 1:
@@ -129,14 +118,14 @@ class MooncakeStore(HiddenStateStore):
 
     def delete(self, key: str) -> None:
         try:
-            _, header = self._read_head(key)
-            num_parts = header.num_parts if header.num_parts > 1 else 0
+            parts = self._parts(key, self._read_head(key)[1])
         except CorruptSampleError:
-            parts = mooncake_admin.object_names(self.admin_url, prefix=self._name("part", ""))
-            num_parts = sum(name.rpartition("/")[2] == key for name in parts)
+            prefix = self._name("part", "")
+            names = mooncake_admin.object_names(self.admin_url, prefix=prefix)
+            parts = [name for name in names if name.removeprefix(prefix).split("/", 2)[2] == key]
         # The head first: no one may find a sample some of whose parts are gone.
         self._client.remove([self._head(key)])
-        self._client.remove([self._part(key, number) for number in range(num_parts)])
+        self._client.remove(parts)
 
     def keys(self) -> Sequence[str]:
         prefix = self._head("")
@@ -198,16 +187,21 @@ class MooncakeStore(HiddenStateStore):
         return self._opened
 
     def _publish(self, key: str, header: Header, *, head: Tensor, payload: Tensor, whole: Tensor) -> None:
-        if header.num_parts == 1:
+        parts = self._parts(key, header)
+        if not parts:
             self._client.put([self._head(key)], [whole])
             return
-        names = [self._part(key, number) for number in range(header.num_parts)]
-        self._client.put(names, payload.split(header.part_bytes))
+        self._client.put(parts, payload.split(header.part_bytes))
+        published = False
         try:
             self._client.put([self._head(key)], [head])
-        except Exception:
-            self._client.remove(names)
-            raise
+            # Mooncake says 0 too when another writer's head is there already, or under way.
+            published = self._read_head(key)[1].writer == header.writer
+        except MissingSampleError:
+            pass
+        finally:
+            if not published:
+                self._client.remove(parts)
 
     def _read_head(self, key: str) -> tuple[Tensor, Header]:
         try:
@@ -223,7 +217,7 @@ class MooncakeStore(HiddenStateStore):
         payload = self._client.take(header.payload_bytes)
         parts = payload.split(header.part_bytes)
         try:
-            sizes = self._client.get_into([self._part(key, number) for number in range(header.num_parts)], parts)
+            sizes = self._client.get_into(self._parts(key, header), parts)
         except MissingSampleError as error:
             self._read_head(key)  # raises MissingSampleError when it is being deleted
             raise CorruptSampleError(f"sample {key!r} has lost a part: {error}") from error
@@ -254,5 +248,7 @@ class MooncakeStore(HiddenStateStore):
     def _head(self, key: str) -> str:
         return self._name("head", key)
 
-    def _part(self, key: str, number: int) -> str:
-        return self._name("part", str(number), key)
+    def _parts(self, key: str, header: Header) -> list[str]:
+        """The names of its parts, none when the payload lies in the head."""
+        numbers = range(header.num_parts if header.num_parts > 1 else 0)
+        return [self._name("part", f"{header.writer:016x}", str(number), key) for number in numbers]

@@ -1,10 +1,13 @@
 """How a sample lies in Mooncake: one object, or, above ``part_bytes``, several and a head that is written last.
 
-The head is 64 bytes (``Header``), the XXH3-64 of every part (8 bytes each) and, when there is but one part, that part. A
-part is a piece of the payload: hidden_states [T, L, H], last_hidden_state [T, H], token_ids int32 [T], loss_mask uint8 [T],
-each beginning at a multiple of 64 bytes. Mooncake publishes an object as a whole, so the head publishes the sample.
+The head is 64 bytes (``Header``), the XXH3-64 of every part (8 bytes each) and, when there is but one part, that part. It
+names its writer, and so do the names of parts: of two writers of one key, neither has a part in the other's sample.
+
+A part is a piece of the payload: hidden_states [T, L, H], last_hidden_state [T, H], token_ids int32 [T], loss_mask uint8
+[T], each beginning at a multiple of 64 bytes. Mooncake publishes an object as a whole, so the head publishes the sample.
 """
 
+import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +23,9 @@ from dspark_lab.store.protocol import CorruptSampleError, Manifest
 ALIGNMENT = 64
 HEADER_BYTES = 64
 MAGIC = b"DSLAB"
-VERSION = 1
-_HEADER = struct.Struct("<8sIIQQQQ")  # magic, version, parts, tokens, payload bytes, part bytes, digest of the digests
+VERSION = 2
+# magic, version, parts, tokens, payload bytes, part bytes, writer, digest of the digests
+_HEADER = struct.Struct("<8sIIQQQQQ")
 _DIGEST = struct.Struct("<Q")
 
 
@@ -30,11 +34,13 @@ class Header:
     num_tokens: int
     payload_bytes: int
     part_bytes: int
+    writer: int  # drawn for each put
     digests: tuple[int, ...]
 
     @classmethod
     def for_payload(cls, payload: Tensor, *, num_tokens: int, part_bytes: int) -> "Header":
-        return cls(num_tokens, payload.numel(), part_bytes, tuple(map(digest, payload.split(part_bytes))))
+        digests = tuple(map(digest, payload.split(part_bytes)))
+        return cls(num_tokens, payload.numel(), part_bytes, secrets.randbits(64), digests)
 
     @property
     def num_parts(self) -> int:
@@ -44,7 +50,7 @@ class Header:
         """Padded to ``head_bytes(num_parts)``. The key is signed too: a head under another key is not taken for its own."""
         digests = b"".join(map(_DIGEST.pack, self.digests))
         fixed = _HEADER.pack(
-            MAGIC, VERSION, self.num_parts, self.num_tokens, self.payload_bytes, self.part_bytes,
+            MAGIC, VERSION, self.num_parts, self.num_tokens, self.payload_bytes, self.part_bytes, self.writer,
             xxhash.xxh3_64_intdigest(digests),
         )  # fmt: skip
         header = (fixed + _signature(fixed, key)).ljust(HEADER_BYTES, b"\0")
@@ -57,7 +63,7 @@ class Header:
         fixed = raw[: _HEADER.size]
         if len(raw) < HEADER_BYTES or not fixed.startswith(MAGIC):
             raise _corrupt(key, f"its head has {len(raw)} bytes and does not begin as one of this store")
-        _, version, num_parts, num_tokens, payload_bytes, part_bytes, sealed = _HEADER.unpack(fixed)
+        _, version, num_parts, num_tokens, payload_bytes, part_bytes, writer, sealed = _HEADER.unpack(fixed)
         if version != VERSION:
             raise _corrupt(key, f"it was written in form {version}, this code reads form {VERSION}")
         if raw[_HEADER.size : _HEADER.size + _DIGEST.size] != _signature(fixed, key):
@@ -65,7 +71,8 @@ class Header:
         digests = head[HEADER_BYTES : HEADER_BYTES + _DIGEST.size * num_parts].numpy().tobytes()
         if len(raw) < head.numel() and xxhash.xxh3_64_intdigest(digests) != sealed:
             raise _corrupt(key, "the checksums in its head are damaged")
-        return cls(num_tokens, payload_bytes, part_bytes, tuple(value for (value,) in _DIGEST.iter_unpack(digests)))
+        found = tuple(value for (value,) in _DIGEST.iter_unpack(digests))
+        return cls(num_tokens, payload_bytes, part_bytes, writer, found)
 
     def check(self, payload: Tensor, key: str) -> None:
         """Raises CorruptSampleError unless every part of ``payload`` [payload_bytes] has its checksum."""

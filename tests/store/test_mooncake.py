@@ -1,5 +1,6 @@
 """What is Mooncake's own in ``store=mooncake``, against real processes; the rest is in the contract."""
 
+import fnmatch
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -96,12 +97,12 @@ DAMAGES: dict[str, tuple[int, str, Callable[[bytearray], bytes | bytearray | Non
     "head alone left": (WHOLE, "head/key0007", lambda content: content[:64], r"it has 0 of [\d,]+ bytes"),
     "stump": (WHOLE, "head/key0007", lambda content: content[:10], "its head has 10 bytes"),
     "number of tokens": (WHOLE, "head/key0007", flipped(16), "its head is damaged"),
-    "form": (WHOLE, "head/key0007", flipped(8), "written in form 0, this code reads form 1"),
+    "form": (WHOLE, "head/key0007", flipped(8), "written in form 3, this code reads form 2"),
     "checksums": (WHOLE, "head/key0007", flipped(64), "the checksums in its head are damaged"),
     "not ours": (WHOLE, "head/key0007", lambda content: b"hello", "does not begin as one of this store"),
-    "a part": (128, "part/1/key0007", flipped(5), "checksum of part 2 of"),
-    "a truncated part": (128, "part/1/key0007", lambda content: content[:-8], "parts of"),
-    "a part gone": (128, "part/1/key0007", lambda content: None, "has lost a part"),
+    "a part": (128, "part/*/1/key0007", flipped(5), "checksum of part 2 of"),
+    "a truncated part": (128, "part/*/1/key0007", lambda content: content[:-8], "parts of"),
+    "a part gone": (128, "part/*/1/key0007", lambda content: None, "has lost a part"),
     "the head of parts": (128, "head/key0007", flipped(64), "the checksums in its head are damaged"),
 }
 
@@ -112,6 +113,7 @@ def test_damage_is_found_and_mended(world: World, damage: str) -> None:
     store = world.store(part_bytes=part_bytes)
     store.put(key_of(7), sample_of(7))
     store.put(key_of(8), sample_of(8))
+    (name,) = fnmatch.filter(objects_of(world, store), name)
     spoil(world, f"{store.namespace}/{store.generation}/{name}", change)
     with pytest.raises(CorruptSampleError, match=f"sample 'key0007'.*{problem}"):
         store.get(key_of(7))
@@ -160,6 +162,34 @@ def test_what_could_not_be_published_leaves_nothing(world: World, monkeypatch: p
     with pytest.raises(NoRoomError):
         store.put(key_of(7), sample_of(7))
     assert objects_of(world, store) == {"manifest"}
+
+
+@pytest.mark.parametrize("first_to_publish", ["the one", "the other"])
+def test_two_writers_of_one_key_share_no_part(
+    world: World, monkeypatch: pytest.MonkeyPatch, first_to_publish: str
+) -> None:
+    """The slower leaves nothing, wherever the faster was when it began; Mooncake shows parts that are still on their way."""
+    one = world.store(part_bytes=128)
+    other = world.store(namespace=one.namespace, generation=one.generation, part_bytes=128)
+    put, parts_of_one = one._client.put, []
+
+    def overtaken(names: list[str], buffers: list[torch.Tensor]) -> None:
+        is_head = len(names) == 1
+        if is_head and first_to_publish == "the other":
+            other.put(key_of(7), sample_of(7))
+        if not is_head:
+            parts_of_one.extend(names)
+        put(names, buffers)
+
+    monkeypatch.setattr(one._client, "put", overtaken)
+    one.put(key_of(7), sample_of(7))
+    other.put(key_of(7), sample_of(7))
+    parts = {name for name in objects_of(world, one) if name.startswith("part/")}
+    kept = {name.removeprefix(f"{one.namespace}/{one.generation}/") for name in parts_of_one} & parts
+    assert len(parts) == len(parts_of_one) and kept == (parts if first_to_publish == "the one" else set())
+    assert is_intact(one, key_of(7)) and is_intact(other, key_of(7))
+    one.delete(key_of(7))
+    assert objects_of(world, one) == {"manifest"}
 
 
 def test_a_full_segment(small_world: World) -> None:
