@@ -83,6 +83,7 @@ def train(parts: Parts) -> Outcome:
         metric("num_train_tokens", accounting.tokens, origin="measured"),
         metric("train_time_s", training_time_s(parts.run.directory), origin="measured"),
         metric("train_peak_memory_bytes", peak_bytes(), origin="measured"),
+        metric("train_flops", accounting.flops(accounting.totals), origin="measured"),
         metric("draft_vocabulary_coverage", parts.coverage, origin="measured"),
         *(
             metric(f"train_{name}", rate, origin="measured")

@@ -201,11 +201,15 @@ METRICS: Mapping[str, MetricKind] = {
         "tokens/s", "Tokens of documents trained on / seconds of training steps, validation excluded."
     ),
     "train_data_wait_share": MetricKind("fraction", "Share of the time of training steps that waited for a batch."),
+    "train_flops": MetricKind(
+        "FLOPs",
+        "Of forward and backward passes on the first rank: matrix products and attention (on CUDA without the fused "
+        "attention kernel), counted on a few early batches.",
+    ),
     "train_mfu": MetricKind(
         "fraction",
-        "Model FLOPs utilisation: FLOPs of forward and backward passes (matrix products and attention; on CUDA without "
-        "the fused attention kernel) / what the device does in the same time in one large matrix product, measured when "
-        "training starts.",
+        "Model FLOPs utilisation: train_flops / what the device does in the same time in one large matrix product, "
+        "measured when training starts.",
     ),
     "train_peak_memory_bytes": MetricKind(
         "bytes",

@@ -63,8 +63,12 @@ class Accounting(Callback):
             return {}
         found = {"tokens_per_s": totals.tokens / totals.time_s, "data_wait_share": totals.wait_s / totals.time_s}
         if self.counted_rows:
-            found["mfu"] = totals.rows * self.counted_flops / self.counted_rows / totals.capacity
+            found["mfu"] = self.flops(totals) / totals.capacity
         return found
+
+    def flops(self, totals: Totals) -> float | None:
+        """Of this rank's forward and backward passes; None before any were counted."""
+        return totals.rows * self.counted_flops / self.counted_rows if self.counted_rows else None
 
     def state_dict(self) -> dict[str, Any]:
         counted = {"flops": self.counted_flops, "rows": self.counted_rows, "batches": self.counted_batches}

@@ -65,7 +65,9 @@ def test_rates():
     assert accounting.rates(Totals()) == {}
     totals = Totals(tokens=100, rows=6, time_s=4.0, wait_s=1.0, capacity=1000.0)
     assert accounting.rates(totals) == {"tokens_per_s": 25.0, "data_wait_share": 0.25}
+    assert accounting.flops(totals) is None
     accounting.counted_flops, accounting.counted_rows = 80, 4  # 20 a row
+    assert accounting.flops(totals) == pytest.approx(6 * 20)
     assert accounting.rates(totals)["mfu"] == pytest.approx(6 * 20 / 1000)
 
 
