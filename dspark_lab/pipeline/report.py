@@ -12,7 +12,7 @@ from dspark_lab.report.collect import collect as collect_runs
 from dspark_lab.report.html import write_report
 from dspark_lab.report.recompute import recompute as recompute_run
 from dspark_lab.report.show import show_examples
-from dspark_lab.report.tidy import tidy_rows, wandb_rows, write_table
+from dspark_lab.report.tidy import tidy_rows, wandb_group_rows, wandb_rows, write_table
 from dspark_lab.report.wandb_report import Place, publish
 from dspark_lab.run import Run
 
@@ -40,9 +40,10 @@ def compare(config: DictConfig, opened: Run | None) -> None:
 
 
 def tabulate(config: DictConfig, opened: Run | None) -> None:
-    """Every number of the runs, and of ``report.wandb_runs``, as one tidy table: ``report.table``."""
+    """Every number of the runs, and of ``report.wandb_runs`` and ``wandb_groups``, as one tidy table: ``report.table``."""
     rows = tidy_rows(collect_runs(_runs(config, opened)))
     rows += wandb_rows([Path(entry) for entry in config.report.wandb_runs])
+    rows += [row for group in config.report.wandb_groups for row in wandb_group_rows(group)]
     out = _out(config, opened)
     path = write_table(rows, (out.parent if out.suffix else out) / config.report.table)
     console.print(f"collect: {len(rows)} numbers in {path}")

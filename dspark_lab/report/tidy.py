@@ -12,6 +12,7 @@ from dspark_lab.report.collect import Collection, flatten
 from dspark_lab.report.comparison import differing_settings
 from dspark_lab.report.vocabulary import ORIGINS, metric_kind
 
+WANDB_TIMEOUT_S = 30
 FIRST = (
     "run",
     "source",
@@ -60,21 +61,34 @@ def wandb_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
     rows = []
     for file in _wandb_files(files):
         found = read_offline_run(file)
-        config, summary = found.get("config", {}), found.get("summary", {})
-        common = {
-            "run": found.get("name") or file.stem.removeprefix("run-"),
-            "source": str(file),
-            "drafter": _value(config, "drafter_name"),
-            "target": _value(config, "target_name"),
-            "seed": _value(config, "seed"),
-        }
-        for key, value in summary.items():  # tables and media are mappings
-            if isinstance(value, int | float) and not key.startswith("_"):
-                name, _, origin = key.rpartition("/")
-                if origin not in ORIGINS:
-                    name, origin = key, None  # a curve's last point
-                rows.append(common | {"metric": name, "value": value, "unit": _unit(name), "origin": origin})
+        name = found.get("name") or file.stem.removeprefix("run-")
+        rows += _summary_rows(name, str(file), found.get("config", {}), found.get("summary", {}))
     return rows
+
+
+def wandb_group_rows(group: str) -> list[dict[str, Any]]:
+    """The summaries of the runs that a W&B server has of ``group``, "entity/project/group", in the same columns.
+
+    Raises:
+        ValueError: another form, W&B is not installed, no such runs, or the server does not answer or does not let us in.
+    """
+    project, _, name = group.rpartition("/")
+    if project.count("/") != 1 or not all(group.split("/")):
+        raise ValueError(f"report.wandb_groups: {group!r}: name it as entity/project/group")
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(f'report.wandb_groups={group}: pip install "dspark_lab[wandb]"') from error
+    try:
+        # Not lazy: config and summary come with the list, instead of a request for each run.
+        runs = list(wandb.Api(timeout=WANDB_TIMEOUT_S).runs(project, filters={"group": name}, lazy=False))
+    except (wandb.errors.Error, ValueError) as error:
+        raise ValueError(
+            f"report.wandb_groups={group}: {error}. Is WANDB_API_KEY set, and WANDB_BASE_URL the server's?"
+        ) from error
+    if not runs:
+        raise ValueError(f"report.wandb_groups={group}: {project} has no run in the group {name!r}")
+    return [row for run in runs for row in _summary_rows(run.name, run.url, run.config, dict(run.summary))]
 
 
 def read_offline_run(file: Path) -> dict[str, Any]:
@@ -120,6 +134,24 @@ def _one_kind(values: list[Any]) -> list[Any]:
     if kinds <= {int, float}:
         return [None if value is None else float(value) for value in values] if float in kinds else values
     return values if len(kinds) <= 1 else [None if value is None else str(value) for value in values]
+
+
+def _summary_rows(run: str, source: str, config: Mapping[str, Any], summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    common = {
+        "run": run,
+        "source": source,
+        "drafter": _value(config, "drafter_name"),
+        "target": _value(config, "target_name"),
+        "seed": _value(config, "seed"),
+    }
+    rows = []
+    for key, value in summary.items():  # tables and media are mappings
+        if isinstance(value, int | float) and not key.startswith("_"):
+            name, _, origin = key.rpartition("/")
+            if origin not in ORIGINS:
+                name, origin = key, None  # a curve's last point
+            rows.append(common | {"metric": name, "value": value, "unit": _unit(name), "origin": origin})
+    return rows
 
 
 def _wandb_files(entries: Sequence[Path]) -> list[Path]:

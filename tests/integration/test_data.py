@@ -41,7 +41,7 @@ def stages(tmp_path: Path, train: list[str], *overrides: str) -> dict[str, Stage
 def mixture(tmp_path: Path) -> list[str]:
     chat = tmp_path / "chat.jsonl"
     held_out = Dialogues(
-        num_prompts=4, seed=yaml.safe_load((CONF / "benchmark/dialogues.yaml").read_text())["prompts"]["seed"]
+        num_prompts=4, seed=yaml.safe_load((CONF / "benchmark/smoke.yaml").read_text())["prompts"]["seed"]
     )
     copied = [{"prompt": "Please answer me this question now, if you can: " + held_out_text(d)} for d in held_out]
     chat.write_text("".join(json.dumps(row) + "\n" for row in copied + shared_chat(7, 20)))

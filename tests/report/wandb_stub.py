@@ -12,6 +12,26 @@ from typing import Any
 PROJECT = {"id": "UHJvamVjdDox", "internalId": "UHJvamVjdEludGVybmFsSWQ6MQ==", "name": "drafts", "entityName": "lab"}
 
 
+RUNS = [
+    {
+        "id": "UnVuOjE=",
+        "name": "demo-dspark-1234",
+        "displayName": "demo-dspark",
+        "projectId": "1",
+        "state": "finished",
+        "group": "first",
+        "tags": [],
+        "createdAt": "2026-01-01T00:00:00Z",
+        "config": json.dumps(
+            {"drafter_name": {"value": "dspark"}, "target_name": {"value": "tiny"}, "seed": {"value": 3}}
+        ),
+        "summaryMetrics": json.dumps({"acceptance_length/measured": 2.5, "_step": 40, "examples": {"_type": "html"}}),
+        "systemMetrics": "{}",
+        "user": {"name": "me", "username": "me"},
+    }
+]
+
+
 @dataclass
 class Stub:
     url: str = ""
@@ -39,6 +59,12 @@ def answer(name: str, variables: dict[str, Any]) -> dict[str, Any]:
         return {
             "models": {"edges": [{"node": node, "cursor": "a"}], "pageInfo": {"endCursor": "a", "hasNextPage": False}}
         }
+    if name == "Runs":
+        edges = [
+            {"node": node, "cursor": "a"} for node in RUNS if json.loads(variables["filters"]) == {"group": "first"}
+        ]
+        found = {"edges": edges, "pageInfo": {"endCursor": "a", "hasNextPage": False}}
+        return {"project": PROJECT | {"runCount": len(edges), "readOnly": False, "runs": found}}
     user = {"id": "u", "username": "me", "entity": "lab", "flags": "{}", "teams": {"edges": []}, "admin": False}
     return {"viewer": user, "serverInfo": {"cliVersionInfo": {}, "latestLocalVersionInfo": None}}
 
