@@ -12,6 +12,8 @@ from hs_connectors.mooncake_hidden_states_connector import (  # pyright: ignore[
 )
 from mooncake.store import ReplicateConfig  # pyright: ignore[reportMissingImports]
 
+from dspark_lab.capture.disk_connector import require_layers
+
 
 class HiddenStatesConnector(MooncakeHiddenStatesConnector):
     """Refuses an engine whose cache does not hold the asked number of layers.
@@ -24,15 +26,12 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
         if torch.accelerator.current_accelerator() is None:
             self._device_module = _NoStreams
         super().register_kv_caches(kv_caches)
-        cache = self._kv_cache
-        assert cache is not None  # [blocks, ...], the other dimensions in the order of the engine's layout
-        held, asked = cache[0].numel(), self._block_size * self._num_hidden_states * self._hidden_size
-        if held != asked:
-            raise ValueError(
-                f"a block of vLLM's cache {list(cache.shape)} holds {held} numbers, not {asked} (block size x layers x "
-                f"hidden size = {self._block_size} x {self._num_hidden_states} x {self._hidden_size}): it captures other "
-                "layers than eagle_aux_hidden_state_layer_ids of --speculative-config."
-            )
+        require_layers(
+            self._kv_cache,
+            block_size=self._block_size,
+            num_layers=self._num_hidden_states,
+            hidden_size=self._hidden_size,
+        )
 
     def _ensure_store(self) -> None:
         first = not self._store_ready

@@ -15,6 +15,7 @@ import urllib.error
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -114,7 +115,7 @@ class EndpointPool:
             servers are probed and used, removed ones get no further request.
         admit: Called with a server whose ``/health`` is well before it is used, each time it comes back; raises
             NotAdmittedError with the reason against it.
-        check: Called now and then while a request waits; what it raises ends the wait.
+        check: Called every ``probe_every_s``; what it raises while a request waits for a server ends the wait.
         patience_s: How long a request waits for any server to be usable.
         probe_every_s: Between looks at the file and at servers that are not usable.
 
@@ -250,6 +251,8 @@ class EndpointPool:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
+            with suppress(Exception):  # told to whoever waits
+                self.check()
             if isinstance(self.source, Path):
                 self._follow_list()
             with self._changed:

@@ -62,13 +62,20 @@ class Service:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"{name}.log"
         watcher = Path(__file__).with_name("watcher.py")
+        self._command = [sys.executable, "-I", str(watcher), str(os.getpid()), str(GRACE_S), *command]
+        self._environment = {**os.environ, **(environment or {})}
+        self.start()
+
+    def start(self) -> None:
+        """The same command, again where it has ended. Returns at once."""
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", str(watcher), str(os.getpid()), str(GRACE_S), *command],
+                self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
+                env=self._environment,
                 start_new_session=True,  # a SIGKILL of the run's process group must leave the watcher its work
             )
 

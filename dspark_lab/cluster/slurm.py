@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dspark_lab.cluster.services import master_arguments, role_of, segment_arguments
-from dspark_lab.cluster.vllm import capture_arguments, engine_environment
+from dspark_lab.cluster.vllm import capture_arguments, engine_environment, through_mooncake
 from dspark_lab.signals import REQUEUE
 from dspark_lab.store.mooncake_connection import MooncakeConnection
 from dspark_lab.validation import checked
@@ -277,7 +277,7 @@ class SlurmJob:
             ),
             # vLLM's CPU engine dies of a prompt in chunks whose request has a seed.
             "answering": ["--no-enable-chunked-prefill"] if on_cpu else [],
-            "capturing": capture_arguments(engine.layer_ids, mooncake=self.mooncake.of_connector),
+            "capturing": capture_arguments(engine.layer_ids, transfer=through_mooncake(self.mooncake.of_connector)),
         }
 
 

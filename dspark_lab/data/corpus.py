@@ -47,7 +47,7 @@ class Corpus:
         source: Literal["stored", "live"],
         row_tokens: int,
         rows_per_batch: int,
-        num_workers: int,
+        num_workers: int | None,
         prefetch_factor: int,
     ) -> None:
         if regenerate and not samplings:

@@ -27,12 +27,14 @@ def capture(parts: Parts) -> Outcome:
         f"{num_tokens} tokens, {size / 2**20:.0f} MiB to come"
     )
     store.ensure_room(size)
-    started = time.monotonic()
+    time_s = 0.0
     if missing:  # else the target's weights need not be loaded at all
-        engine = parts.source if live else parts.target
-        for key, sample in track(engine.capture(missing), "capture", total=len(missing)):
+        samples = (parts.source if live else parts.target).capture(missing)  # the engine is ready now
+        started = time.monotonic()
+        for key, sample in track(samples, "capture", total=len(missing)):
             store.put(key, sample)
         store.sync()
+        time_s = time.monotonic() - started
     if not live:
         parts.cluster.stop_engine()  # what comes next needs its memory
     supervised = sum(int(conversation.loss_mask.sum()) for conversation in wanted.values())
@@ -43,8 +45,7 @@ def capture(parts: Parts) -> Outcome:
                origin="measured"),
     ]  # fmt: skip
     if missing:
-        speed = num_tokens / (time.monotonic() - started)
-        metrics.append(metric("capture_tokens_per_s", speed, origin="measured"))
+        metrics.append(metric("capture_tokens_per_s", num_tokens / time_s, origin="measured"))
     dropped = {
         "same content as another conversation": given - left - len(wanted),
         "cannot be masked with this template": len(parts.unmaskable),

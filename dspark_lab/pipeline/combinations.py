@@ -46,9 +46,17 @@ CONTRADICTIONS: Sequence[Rule] = (
         "(cluster.mooncake, store.master_address, store.admin_url): leave them out, or use cluster=attach",
     ),
     (
-        lambda chosen, config: chosen["store"] == "mooncake" and config.data.num_workers > 0,
-        "data.num_workers>0 with store=mooncake: a forked worker cannot use Mooncake, whose threads are gone in it. Set "
-        "data.num_workers=0",
+        lambda chosen, config: (
+            chosen["engine"] == "vllm"
+            and config.engine.payload_folder is not None
+            and (config.data.source == "live" or chosen["cluster"] == "slurm")
+        ),
+        "engine.payload_folder: with data.source=live and with cluster=slurm states travel through Mooncake. Leave it out",
+    ),
+    (
+        lambda chosen, config: chosen["store"] == "mooncake" and (config.data.num_workers or 0) > 0,
+        "data.num_workers>0 with store=mooncake: a forked worker cannot use Mooncake, whose threads are gone in it. "
+        "Leave it out",
     ),
     (
         lambda chosen, config: config.data.source == "live" and chosen["engine"] != "vllm",

@@ -63,11 +63,17 @@ def train_as_group(parts: Parts) -> Outcome:
     outcome = folder / OUTCOME_FILE
     outcome.unlink(missing_ok=True)
     parts.release()
-    if parts.corpus.source == "live":
+    live = parts.corpus.source == "live"
+    if live:
         _ = parts.source  # before the ranks put anything: it removes what earlier starts left
     num_ranks = count_ranks(parts.config)
     console.print(f"train: {num_ranks} ranks, logs in {folder}")
-    launch(rank_command(parts), num_ranks=num_ranks, folder=folder)
+    launch(
+        rank_command(parts),
+        num_ranks=num_ranks,
+        folder=folder,
+        environment=parts.cluster.training_environment if live else {},
+    )
     parts.end_capture()
     said = json.loads(outcome.read_text())
     return said["record"], [Metric(**entry) for entry in said["metrics"]]

@@ -43,12 +43,13 @@ from dspark_lab.progress import console
 from dspark_lab.records import Conversation, TokenizedConversation, content_hash
 from dspark_lab.report.results import RunInfo
 from dspark_lab.run import Run
+from dspark_lab.store.mooncake_admin import room
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
 from dspark_lab.target.chat import tokenize_maskable, tokenize_prompt
 from dspark_lab.target.huggingface import HuggingFaceTarget
 from dspark_lab.target.protocol import Target
 from dspark_lab.target.vllm import VllmTarget
-from dspark_lab.training.place import Place
+from dspark_lab.training.place import Place, num_devices
 
 FROM_TARGET = "target"  # drafter.from_pretrained: no checkpoint, but the target's last layers
 LIVE_PATIENCE_S = 2.0
@@ -104,8 +105,12 @@ class Parts:
         """
         node, known = self.config.cluster, inspect.signature(get_class(self.config.cluster._target_)).parameters
         others = [name for name in node if name != "_target_" and name not in known]
-        places = {"folder": self.run.directory / "logs"} if "folder" in known else {}
-        return build(self.config, "cluster", without=others, **places)
+        trainer, live = self.config.trainer, self.corpus.source == "live"
+        places = {
+            "folder": self.run.directory / "logs",
+            "num_training_devices": num_devices(trainer.devices, trainer.accelerator) if live else 0,
+        }
+        return build(self.config, "cluster", without=others, **{n: p for n, p in places.items() if n in known})
 
     @cached_property
     def target(self) -> Target:
@@ -331,11 +336,17 @@ class Parts:
             validation=self._outlines("validation"),
             row_tokens=self.corpus.row_tokens,
             rows_per_batch=self.corpus.rows_per_batch,
-            num_workers=self.corpus.num_workers,
+            num_workers=self._num_workers,
             prefetch_factor=self.corpus.prefetch_factor,
             seed=self.config.seed,
             live=self.live_data if self.corpus.source == "live" else None,
         )
+
+    @property
+    def _num_workers(self) -> int:
+        if self.corpus.num_workers is not None:
+            return self.corpus.num_workers
+        return 0 if self.info.choices["store"] == "mooncake" else 1
 
     def _outlines(self, split: str) -> list[SampleOutline]:
         least = self.corpus.min_supervised_tokens
@@ -344,7 +355,11 @@ class Parts:
     @property
     def live_data(self) -> LiveData:
         kept = partial(self._on_disk, "store.disk") if self.config.store.keep else None
-        return live_data(self.source, self.tokenized["train"], recipe=self.live, kept=kept)
+        admin_url = self.cluster.mooncake().admin_url
+        assert admin_url
+        source = self.source  # before room is looked for: it removes what earlier starts left
+        free_bytes = room(admin_url).free_bytes
+        return live_data(source, self.tokenized["train"], recipe=self.live, free_bytes=free_bytes, kept=kept)
 
     @cached_property
     def drafter(self) -> Drafter:

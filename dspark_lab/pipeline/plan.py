@@ -24,6 +24,7 @@ from dspark_lab.records import TargetSpec
 from dspark_lab.target.facts import Facts
 from dspark_lab.target.protocol import TargetHead
 from dspark_lab.training.muon import kinds
+from dspark_lab.training.place import num_devices
 
 PLAN_FILE = "plan.json"
 
@@ -180,10 +181,16 @@ def job_of(parts: Parts, spec: TargetSpec) -> Job:
 
 
 def num_sets_of(config: DictConfig) -> int:
-    """Of serving nodes (``cluster=slurm``), or GPUs with a server each (``cluster=local``)."""
+    """Of serving nodes (``cluster=slurm``), or GPUs with a server each (``cluster=local``): those that training leaves."""
     sets: Any = OmegaConf.select(config, "cluster.num_sets")
+    if sets is not None:
+        return int(sets)
     devices: Any = OmegaConf.select(config, "cluster.vllm.visible_devices")
-    return int(sets) if sets is not None else len(devices.split(",")) if isinstance(devices, str) else 1
+    if isinstance(devices, str):
+        return len(devices.split(","))
+    here: Any = OmegaConf.select(config, "hardware.gpus_per_node")
+    beside = config.data.source == "live" and here is not None
+    return max(here - num_devices(config.trainer.devices, config.trainer.accelerator), 1) if beside else 1
 
 
 def gpus_per_set_of(config: DictConfig) -> int:

@@ -42,7 +42,7 @@ def regenerate(parts: Parts) -> Outcome:
 
 
 def _answer(parts: Parts, missing: Sequence[Assignment]) -> list[Metric]:
-    started, num_tokens = time.monotonic(), 0
+    time_s, num_tokens = 0.0, 0
     rounds: dict[tuple[Sampling, int], list[Conversation]] = {}
     for assignment in missing:
         assert assignment.sampling is not None
@@ -50,13 +50,15 @@ def _answer(parts: Parts, missing: Sequence[Assignment]) -> list[Metric]:
     for (sampling, sample_index), prompts in rounds.items():
         how = "greedy" if sampling.greedy else f"T={sampling.temperature:g}"
         how += f", sample {sample_index + 1}" if sample_index else ""
-        answers = parts.target.regenerate(prompts, sampling=sampling)
+        answers = parts.target.regenerate(prompts, sampling=sampling)  # the engine is ready now
+        started = time.monotonic()
         for answer in track(answers, f"regenerate ({how})", total=len(prompts)):
             parts.book.add([answer], sample_index=sample_index)
             num_tokens += len(answer.answer_token_ids or ())
+        time_s += time.monotonic() - started
     if not num_tokens:
         return []
-    return [metric("regenerate_tokens_per_s", num_tokens / (time.monotonic() - started), origin="measured")]
+    return [metric("regenerate_tokens_per_s", num_tokens / time_s, origin="measured")]
 
 
 def _overlap(parts: Parts) -> list[Metric]:

@@ -232,8 +232,10 @@ METRICS: Mapping[str, MetricKind] = {
         "Training conversations whose answer shares 13 words in a row with a prompt of the benchmark / training "
         "conversations, before any is dropped for it.",
     ),
-    "regenerate_tokens_per_s": MetricKind("tokens/s", "Answer tokens drawn by the target / seconds."),
-    "capture_tokens_per_s": MetricKind("tokens/s", "Tokens whose states were captured / seconds."),
+    "regenerate_tokens_per_s": MetricKind("tokens/s", "Answer tokens drawn by the target / seconds, from when the engine was ready."),
+    "capture_tokens_per_s": MetricKind(
+        "tokens/s", "Tokens whose states were captured / seconds, from when the engine was ready."
+    ),
     "stored_bytes": MetricKind("bytes", "Size of the captured states in the store."),
     "draft_vocabulary_coverage": MetricKind(
         "fraction", "Supervised tokens that lie in the draft vocabulary / supervised tokens."

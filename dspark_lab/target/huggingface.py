@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from dspark_lab.records import Conversation, Sampling, TargetSample, TargetSpec, TokenizedConversation
-from dspark_lab.target.anatomy import borrow_head, dissect, read_head, recording
+from dspark_lab.target.anatomy import Anatomy, borrow_head, dissect, read_head, recording
 from dspark_lab.target.batch_verifier import HuggingFaceBatchVerifier
 from dspark_lab.target.chat import template_hash, tokenize_prompt
 from dspark_lab.target.facts import Facts
@@ -219,7 +219,6 @@ class HuggingFaceTarget:
             eos_token_ids=self.spec.eos_token_ids,
         )
 
-    @torch.no_grad()
     def capture(self, conversations: Sequence[TokenizedConversation]) -> Iterator[tuple[str, TargetSample]]:
         """(key, sample) of each conversation, longest first; states on the CPU in the target's dtype.
 
@@ -228,7 +227,12 @@ class HuggingFaceTarget:
         """
         for conversation in conversations:
             refuse_too_long(self.spec, conversation.id, len(conversation))
-        anatomy = dissect(self.model)
+        return self._captured(conversations, anatomy=dissect(self.model))
+
+    @torch.no_grad()
+    def _captured(
+        self, conversations: Sequence[TokenizedConversation], *, anatomy: Anatomy
+    ) -> Iterator[tuple[str, TargetSample]]:
         for batch in batches_by_length(conversations, batch_tokens=self.batch_tokens):
             # No attention mask: padding lies to the right, where causal layers do not look.
             token_ids = torch.nn.utils.rnn.pad_sequence([c.token_ids for c in batch], batch_first=True)

@@ -97,9 +97,9 @@ class Target(Protocol):
     def verifier(self) -> Verifier: ...
 
     def regenerate(self, prompts: Sequence[Conversation], *, sampling: Sampling) -> Iterator[Conversation]:
-        """Answers in the target's own words, in the order of completion."""
+        """Answers in the target's own words, in the order of completion. Returns when the engine is ready."""
         ...
 
     def capture(self, conversations: Sequence[TokenizedConversation]) -> Iterator[tuple[str, TargetSample]]:
-        """(key, sample) of each conversation, in any order."""
+        """(key, sample) of each conversation, in any order. Returns when the engine is ready: its start is no capture."""
         ...

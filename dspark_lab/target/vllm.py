@@ -4,7 +4,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dspark_lab.capture.client import CaptureClient
 from dspark_lab.capture.endpoints import Endpoint, EndpointPool, NotAdmittedError
+from dspark_lab.capture.payloads import FilePayloads, MooncakePayloads, Payloads
 from dspark_lab.capture.probe import Probe, ProbeRecipe, choose_prompts
 from dspark_lab.cluster.local import Cluster
 from dspark_lab.records import (
@@ -47,7 +48,8 @@ class VllmTarget:
         endpoints: Servers, http://host:port: those that capture are used for that, those that do not answer prompts.
             None of them, and no ``endpoints_file``: the cluster starts what is needed.
         endpoints_file: They are listed there instead; the list is followed while running (``capture.endpoints``).
-        namespace: Who owns the payloads in Mooncake: unique to the run.
+        payload_folder: Through which the states come, as vLLM's files; None: through Mooncake.
+        namespace: Who owns the payloads: unique to the run.
         dtype: Of the states, as the servers compute them.
         concurrency: Requests under way.
         timeout_s: For one try of a request.
@@ -65,6 +67,7 @@ class VllmTarget:
         namespace: str,
         endpoints: tuple[str, ...],
         endpoints_file: Path | None,
+        payload_folder: Path | None,
         dtype: Literal["bfloat16", "float32"],
         concurrency: PositiveInt,
         timeout_s: float,
@@ -77,6 +80,7 @@ class VllmTarget:
         self.cluster: Cluster = cluster
         self.namespace = namespace
         self.endpoints, self.endpoints_file = endpoints, endpoints_file
+        self.payload_folder = payload_folder and payload_folder.expanduser().absolute()
         self.engine_dtype = dtype
         self.concurrency, self.timeout_s, self.patience_s = concurrency, timeout_s, patience_s
         self.payload_timeout_s = payload_timeout_s
@@ -113,7 +117,7 @@ class VllmTarget:
         return self.in_process.verifier()
 
     def regenerate(self, prompts: Sequence[Conversation], *, sampling: Sampling) -> Iterator[Conversation]:
-        """Answers in the order of completion.
+        """Answers in the order of completion. Returns when a server is ready, which the iterator, once begun, lets go of.
 
         Raises:
             ValueError: prompt and answer are longer than the target's positions.
@@ -133,27 +137,32 @@ class VllmTarget:
             reply = pool.post("/v1/completions", body, timeout_s=self.timeout_s)
             return answered(prompt, reply, sampling=sampling, eos_token_ids=self.spec.eos_token_ids)
 
-        waiting = iter(with_ids)
-        with (
-            self._pool(layer_ids=(), admit=self._refuse_capturing) as pool,
-            ThreadPoolExecutor(self.concurrency, "regenerate") as threads,
-        ):
-            running: set[Future[Conversation]] = set()
-            try:
-                while True:
-                    free = self.concurrency - len(running)
-                    running |= {threads.submit(answer, pool, *pair) for pair in islice(waiting, free)}
-                    if not running:
-                        return
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        yield future.result()
-            finally:
-                pool.close()  # whoever waits for a server would keep the threads
-                threads.shutdown(cancel_futures=True)
+        def answers(opened: ExitStack, pool: EndpointPool) -> Iterator[Conversation]:
+            waiting = iter(with_ids)
+            with opened, ThreadPoolExecutor(self.concurrency, "regenerate") as threads:
+                running: set[Future[Conversation]] = set()
+                try:
+                    while True:
+                        free = self.concurrency - len(running)
+                        running |= {threads.submit(answer, pool, *pair) for pair in islice(waiting, free)}
+                        if not running:
+                            return
+                        done, running = wait(running, return_when=FIRST_COMPLETED)
+                        for future in done:
+                            yield future.result()
+                finally:
+                    pool.close()  # whoever waits for a server would keep the threads
+                    threads.shutdown(cancel_futures=True)
+
+        with ExitStack() as opening:
+            pool = opening.enter_context(self._pool(layer_ids=(), admit=self._refuse_capturing))
+            pool.wait(patience_s=self.patience_s)
+            return answers(opening.pop_all(), pool)
 
     def capture(self, conversations: Sequence[TokenizedConversation]) -> Iterator[tuple[str, TargetSample]]:
         """(key, sample) of each conversation in the order of completion, in ``engine_dtype``; views of one buffer each.
+
+        Returns when a server is ready, which the iterator, once begun, lets go of.
 
         Raises:
             ValueError: a conversation longer than the target's positions.
@@ -162,8 +171,14 @@ class VllmTarget:
         """
         for conversation in conversations:
             refuse_too_long(self.spec, conversation.id, len(conversation) + 1)  # it answers with one token
-        with self.capturing(conversations) as client:
-            yield from client.capture(conversations)
+        opened = ExitStack()
+        client = opened.enter_context(self.capturing(conversations))
+
+        def samples() -> Iterator[tuple[str, TargetSample]]:
+            with opened:
+                yield from client.capture(conversations)
+
+        return samples()
 
     @contextmanager
     def capturing(
@@ -178,10 +193,7 @@ class VllmTarget:
         ``generation``: of the run's other clients; None begins one. ``patience_s``: of requests, instead of the target's,
         once a first server is usable.
         """
-        connection = self.cluster.mooncake()
-        assert connection.admin_url
         settings: dict[str, Any] = {
-            "admin_url": connection.admin_url,
             "namespace": self.namespace,
             "generation": generation or uuid.uuid4().hex,  # the probes' payloads are no orphans
             "manifest": Manifest.for_target(self.spec, engine="vllm", dtype=self.engine_dtype),
@@ -192,17 +204,25 @@ class VllmTarget:
         probe = Probe(self.in_process, choose_prompts(conversations, self.probe), self.probe)
 
         def admit(endpoint: Endpoint) -> None:
-            with closing(MooncakeClient(**connection.of_client)) as mooncake:
+            with closing(self._payloads()) as payloads:
                 brief = {**settings, "timeout_s": self._probe_timeout_s}
-                probe.examine(CaptureClient(mooncake, endpoints=endpoint, **brief))
+                probe.examine(CaptureClient(payloads, endpoints=endpoint, **brief))
 
-        with closing(MooncakeClient(**connection.of_client)) as mooncake:
+        with closing(self._payloads()) as payloads:
             layer_ids = (*self.spec.layer_ids, self.spec.num_layers)
             with self._pool(layer_ids=layer_ids, admit=admit, patience_s=patience_s) as pool:
                 pool.wait(patience_s=self.patience_s)
-                client = CaptureClient(mooncake, endpoints=pool, **settings)
+                client = CaptureClient(payloads, endpoints=pool, **settings)
                 client.remove_orphans()
                 yield client
+
+    def _payloads(self) -> Payloads:
+        """Belong to one thread."""
+        if self.payload_folder is not None:
+            return FilePayloads(self.payload_folder)
+        connection = self.cluster.mooncake()
+        assert connection.admin_url
+        return MooncakePayloads(MooncakeClient(**connection.of_client), admin_url=connection.admin_url)
 
     @contextmanager
     def _pool(
@@ -212,7 +232,11 @@ class VllmTarget:
         if not source:
             limit = self.spec.max_position_embeddings
             source = self.cluster.engine(
-                self.resolved.folder, layer_ids=layer_ids, dtype=self.engine_dtype, max_tokens=limit
+                self.resolved.folder,
+                layer_ids=layer_ids,
+                dtype=self.engine_dtype,
+                max_tokens=limit,
+                payload_folder=self.payload_folder if layer_ids else None,
             )
         patience_s = self.patience_s if patience_s is None else patience_s
         with EndpointPool(source, patience_s=patience_s, admit=admit, check=self.cluster.check) as pool:

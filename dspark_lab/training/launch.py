@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +55,11 @@ class Rank:
         return f"rank {self.index} {how}; the last lines of {self.log}:\n" + "\n".join(f"    {line}" for line in lines)
 
 
-def launch(command: Sequence[str], *, num_ranks: int, folder: Path) -> None:
+def launch(command: Sequence[str], *, num_ranks: int, folder: Path, environment: Mapping[str, str]) -> None:
     """Run ``command`` as ``num_ranks`` processes of one group and wait for all.
 
     Rank 0 prints here; the others' output, and all errors, go to ``folder``/rank_<n>.log. SIGTERM and SIGUSR1 are passed
-    on. However this ends, no rank is left.
+    on. However this ends, no rank is left. ``environment`` is added to their own.
 
     Raises:
         RankError: a rank failed; the others were killed.
@@ -78,7 +78,9 @@ def launch(command: Sequence[str], *, num_ranks: int, folder: Path) -> None:
     try:
         with handled(pass_on):
             for index in range(num_ranks):
-                ranks.append(_start(command, index, num_ranks=num_ranks, port=port, folder=folder))
+                ranks.append(
+                    _start(command, index, num_ranks=num_ranks, port=port, folder=folder, environment=environment)
+                )
             ended = _wait(ranks)
     finally:
         for rank in ranks:
@@ -91,12 +93,15 @@ def launch(command: Sequence[str], *, num_ranks: int, folder: Path) -> None:
         raise RankError("\n".join(rank.last_words() for rank in ended if rank.process.returncode != REQUEUE))
 
 
-def _start(command: Sequence[str], index: int, *, num_ranks: int, port: int, folder: Path) -> Rank:
+def _start(
+    command: Sequence[str], index: int, *, num_ranks: int, port: int, folder: Path, environment: Mapping[str, str]
+) -> Rank:
     log = folder / f"rank_{index}.log"
     threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
-    environment = {
+    own = {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
+        **environment,
         GROUP_FOLDER: str(folder),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
@@ -110,7 +115,7 @@ def _start(command: Sequence[str], index: int, *, num_ranks: int, port: int, fol
             stdin=subprocess.PIPE,
             stdout=None if index == 0 else file,
             stderr=subprocess.PIPE if index == 0 else file,
-            env=environment,
+            env=own,
             start_new_session=True,  # a terminal's Ctrl-C comes to this process alone, which then ends all ranks
         )
     copier = None

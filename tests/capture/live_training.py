@@ -13,6 +13,7 @@ from tiny_training import fit
 
 from dspark_lab.capture.client import CaptureClient
 from dspark_lab.capture.endpoints import EndpointPool
+from dspark_lab.capture.payloads import MooncakePayloads
 from dspark_lab.data.datamodule import HiddenStateDataModule
 from dspark_lab.data.live import LiveData, LiveRecipe
 from dspark_lab.data.packing import SampleOutline
@@ -65,11 +66,11 @@ def train_live(
     """``services``: master_address, admin_url and url. Errors go to ``run_dir``/error.txt, counts to counts.pt."""
     chosen = LiveRecipe(**{**RECIPE, **(recipe or {})})
     pool = EndpointPool([services["url"]], patience_s=0.3, probe_every_s=0.1)
+    mooncake = MooncakeClient(
+        master_address=services["master_address"], protocol="tcp", rdma_devices="", local_hostname="127.0.0.1"
+    )
     client = CaptureClient(
-        MooncakeClient(
-            master_address=services["master_address"], protocol="tcp", rdma_devices="", local_hostname="127.0.0.1"
-        ),
-        admin_url=services["admin_url"],
+        MooncakePayloads(mooncake, admin_url=services["admin_url"]),
         namespace="live",
         generation=generation,
         endpoints=pool,

@@ -163,7 +163,7 @@ def test_what_makes_waiting_vain_ends_it() -> None:
 
     with small_servers(1) as (server,), pool_of([server], check=check, patience_s=60.0) as pool:
         eventually(lambda: len(pool.usable) == 1)
-        ask(pool)  # as long as it works nobody is asked
+        ask(pool)  # as long as it works nobody hears of it
         server.stop()
         with pytest.raises(ChildProcessError, match="it has ended"):
             ask(pool)
@@ -222,20 +222,27 @@ def test_a_server_that_comes_back_is_admitted_again() -> None:
 
 def test_the_list_is_read_again_while_running(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     listed = tmp_path / "endpoints"
+
+    def relist(text: str) -> None:
+        """At once: the pool may look between the emptying and the writing of a file."""
+        written = listed.with_suffix(".new")
+        written.write_text(text)
+        written.replace(listed)
+
     with small_servers(2) as (first, second), ThreadPoolExecutor(4) as threads:
-        listed.write_text(f"# ours\n{first.url}/v1  # the first\n")
+        relist(f"# ours\n{first.url}/v1  # the first\n")
         with pool_of(listed) as pool:
             ask(pool)
             first.delay_s = 0.4
             draining = [threads.submit(ask, pool) for _ in range(2)]
             eventually(lambda: first.under_way == 2)
-            listed.write_text(f"{second.url}\n")
+            relist(f"{second.url}\n")
             eventually(lambda: pool.usable == [second.url])
             assert all(ask(pool)["model"] == f"model of {second.port}" for _ in range(4))
             # What the removed one had begun it finishes.
             assert [future.result()["model"] for future in draining] == 2 * [f"model of {first.port}"]
             assert len(first.served) == 3
-            listed.write_text(f"{second.url}\nnonsense\n")
+            relist(f"{second.url}\nnonsense\n")
             time.sleep(0.15)
             assert pool.usable == [second.url]
             listed.unlink()
@@ -243,7 +250,7 @@ def test_the_list_is_read_again_while_running(tmp_path: Path, caplog: pytest.Log
             told = [record.getMessage() for record in caplog.records if "stay as they were" in record.getMessage()]
             assert len(told) == 2 and "nonsense" in told[0] and "cannot be read" in told[1]  # each once
             assert ask(pool)["model"] == f"model of {second.port}"
-            listed.write_text(f"{first.url}\n{second.url}\n")
+            relist(f"{first.url}\n{second.url}\n")
             eventually(lambda: set(pool.usable) == {first.url, second.url})
             assert (pool.events["servers added"], pool.events["servers removed"]) == (2, 1)
 

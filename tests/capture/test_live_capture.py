@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,9 +16,10 @@ import torch
 
 from dspark_lab.capture.client import CaptureClient
 from dspark_lab.capture.endpoints import Endpoint
+from dspark_lab.capture.payloads import MooncakePayloads
 from dspark_lab.capture.protocol import CaptureError, EngineUnreachableError
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment
-from dspark_lab.cluster.vllm import VllmServer, capture_arguments
+from dspark_lab.cluster.vllm import VllmServer, capture_arguments, through_mooncake
 from dspark_lab.records import TokenizedConversation
 from dspark_lab.report.metrics_log import curve, read_metrics
 from dspark_lab.report.results import read_results
@@ -56,35 +56,24 @@ class Engine:
         self.client = MooncakeClient(
             master_address=master.address, protocol="tcp", rdma_devices="", local_hostname="127.0.0.1"
         )
-        self.start()
-
-    def start(self) -> None:
         connection = {
             "local_hostname": "127.0.0.1",
             "master_server_address": self.master.address,
             "global_segment_size": 0,
             "local_buffer_size": 2**24,
         }
-        capturing = capture_arguments((*LAYER_IDS, NUM_LAYERS), mooncake=connection)
-        arguments = (*capturing, "--dtype", "bfloat16", "--max-model-len", "1024")
+        capturing = capture_arguments((*LAYER_IDS, NUM_LAYERS), transfer=through_mooncake(connection))
+        # Long prompts are computed in chunks, and short ones together.
+        arguments = (*capturing, "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-batched-tokens", "256")
         self.server = VllmServer(folder=self.folder, model=MODEL, arguments=arguments, on_cpu=True)
-
-    def kill_and_start_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """SIGKILL to the server and its engine, then another one at the same port."""
-        watcher, port = self.server._process.pid, int(self.server.url.rpartition(":")[2])
-        (server,) = Path(f"/proc/{watcher}/task/{watcher}/children").read_text().split()
-        os.killpg(int(server), signal.SIGKILL)
-        self.server._process.wait(30)
-        monkeypatch.setattr("dspark_lab.cluster.vllm.free_port", lambda host: port)
-        self.start()
 
     def capturing(self, **settings: Any) -> CaptureClient:
         chosen = {
-            "admin_url": self.master.admin_url, "namespace": "run", "generation": None,
-            "endpoints": Endpoint(self.server.url, MODEL), "manifest": MANIFEST,
+            "namespace": "run", "generation": None, "endpoints": Endpoint(self.server.url, MODEL), "manifest": MANIFEST,
         }  # fmt: skip
+        payloads = MooncakePayloads(self.client, admin_url=self.master.admin_url)
         return CaptureClient(
-            self.client, **{**chosen, "concurrency": 4, "timeout_s": 60.0, "payload_timeout_s": 60.0, **settings}
+            payloads, **{**chosen, "concurrency": 4, "timeout_s": 60.0, "payload_timeout_s": 60.0, **settings}
         )
 
 
@@ -339,20 +328,4 @@ def test_two_ranks_train_live(lab: Lab) -> None:
     lab.call("two", *lab.live, *two)
     assert lab.logged("two", "tokens")[:5] == lab.logged("live", "tokens")[:5]  # the sixth step repeats a row
     assert lab.logged("two", "train/loss") == pytest.approx(lab.logged("live", "train/loss"), rel=0.05)
-    assert lab.payloads == []
-
-
-def test_a_server_killed_in_mid_epoch_and_started_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training waits and goes on: the same rows in the same steps, no sample lost, none twice."""
-    process = lab.start("killed", *lab.live, "stages=[capture,train]", "live.window_samples=64")
-    while len(lab.logged("killed", "train/loss")) < 5:
-        assert process.poll() is None, (lab.folder / "killed.log").read_text()[-4000:]
-        time.sleep(0.02)
-    lab.engine.kill_and_start_again(monkeypatch)
-    assert process.poll() is None and len(lab.logged("killed", "train/loss")) < 40
-    lab.finish(process, "killed")
-    assert lab.logged("killed", "tokens") == lab.logged("live", "tokens")
-    # States in bf16 depend a little on which requests the engine has computed together.
-    assert lab.logged("killed", "train/loss") == pytest.approx(lab.logged("live", "train/loss"), rel=0.05)
-    assert "live samples lost" not in lab.events("killed")
     assert lab.payloads == []

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dspark_lab.capture.client import CaptureClient
+from dspark_lab.capture.payloads import MooncakePayloads
 from dspark_lab.capture.protocol import CaptureError
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment
 from dspark_lab.records import TokenizedConversation
@@ -77,8 +78,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Cap
             local_hostname="127.0.0.1",
         )  # fmt: skip
         stock = Stock(connection)
+        payloads = MooncakePayloads(MooncakeClient(**connection.of_client), admin_url=master.admin_url)
         client = CaptureClient(
-            MooncakeClient(**connection.of_client), admin_url=master.admin_url, namespace="run", generation=None,
+            payloads, namespace="run", generation=None,
             endpoints=stock, manifest=MANIFEST, concurrency=2, timeout_s=20.0, payload_timeout_s=20.0,
         )  # fmt: skip
         yield stock, client, master.admin_url

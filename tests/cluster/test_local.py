@@ -22,7 +22,7 @@ from dspark_lab.store.mooncake_connection import MooncakeConnection
 
 pytestmark = needs_mooncake
 PREFIX = (sys.executable, stand_in_vllm.__file__)
-ASKED: dict[str, Any] = {"dtype": "bfloat16", "max_tokens": 64}
+ASKED: dict[str, Any] = {"dtype": "bfloat16", "max_tokens": 64, "payload_folder": None}
 
 
 def local_cluster(folder: Path, **engine: Any) -> LocalCluster:
@@ -31,10 +31,12 @@ def local_cluster(folder: Path, **engine: Any) -> LocalCluster:
         "command_prefix": PREFIX,
         "arguments": ("--more",),
         "visible_devices": "3",
+        "num_restarts": 1,
         "deadline_s": 60,
     }
     return LocalCluster(
         folder=folder,
+        num_training_devices=0,
         mooncake=MooncakeConnection(
             master_address=None, admin_url=None, protocol="tcp", rdma_devices="mlx5_0", local_hostname="127.0.0.1"
         ),
@@ -101,15 +103,62 @@ def test_a_server_that_does_not_start_tells_why(tmp_path: Path) -> None:
     cluster.close()
 
 
-def test_a_service_that_ends_by_itself_is_told(tmp_path: Path) -> None:
+def test_a_server_that_ends_by_itself_is_started_again_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster = local_cluster(tmp_path)
     try:
-        cluster.engine(Path("/m"), layer_ids=(), **ASKED)
+        (url,) = cluster.engine(Path("/m"), layer_ids=(), **ASKED)
+
+        def alive() -> bool:
+            cluster.check()
+            return listens(address(url))
+
         assert cluster._server
+        first = cluster._server._process.pid
         kill(cluster._server)
+        assert eventually(lambda: alive() and cluster._server is not None and cluster._server._process.pid != first)
+        printed = capsys.readouterr().out
+        assert "vllm has ended with status 137" in printed and "Last lines of" in printed
+        assert "starting it again, 1 of 1 times" in printed
+        kill(cluster._server)  # once too often
         assert eventually(lambda: raises(cluster.check, r"vllm has ended with status 137.*Last lines of"))
     finally:
         cluster.close()
+
+
+def test_states_through_files_need_no_mooncake(tmp_path: Path) -> None:
+    cluster = local_cluster(tmp_path / "logs")
+    try:
+        cluster.engine(Path("/m"), layer_ids=(1, 4), **{**ASKED, "payload_folder": tmp_path / "payloads"})
+        told = (tmp_path / "logs" / "vllm.log").read_text()
+        assert f'"shared_storage_path": "{tmp_path / "payloads"}"' in told and "DiskHiddenStatesConnector" in told
+        assert [path.name for path in (tmp_path / "logs").iterdir()] == ["vllm.log"]
+    finally:
+        cluster.close()
+
+
+def test_training_and_engine_share_the_accelerators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+
+    def of_children(*, num_training_devices: int, visible_devices: str | None = None) -> list[str | None]:
+        cluster = local_cluster(tmp_path, visible_devices=visible_devices)
+        cluster.num_training_devices = num_training_devices
+        both = cluster.training_environment, cluster._engine_devices()
+        return [environment.get("CUDA_VISIBLE_DEVICES") for environment in both]
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert of_children(num_training_devices=3) == ["0,1,2", "3"]
+    assert of_children(num_training_devices=0) == [None, "0,1,2,3"]  # one after the other
+    assert of_children(num_training_devices=3, visible_devices="2,3") == ["0,1,2", "2,3"]
+    with pytest.raises(
+        ValueError, match=r"training takes 4 accelerators \(trainer\.devices\) of 0, 1, 2, 3.*none is left"
+    ):
+        of_children(num_training_devices=4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5,6,7")
+    assert of_children(num_training_devices=1) == ["4", "GPU-5,6,7"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert of_children(num_training_devices=1) == [None, None]
 
 
 def raises(call: Callable[[], None], says: str) -> bool:
@@ -130,11 +179,11 @@ def kill(service: Service) -> None:
 def test_it_is_built_from_its_config(tmp_path: Path) -> None:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = compose("config", ["cluster=local", "cluster.vllm.python=/opt/vllm/bin/python"])
-    cluster: LocalCluster = build(config, "cluster", folder=tmp_path)
+    cluster: LocalCluster = build(config, "cluster", folder=tmp_path, num_training_devices=0)
     assert cluster.vllm.role.python == "/opt/vllm/bin/python" and cluster.storage.role.python == sys.executable
     with pytest.raises(ValueError, match=r"cluster\.storage\.segment_bytes"):
         config.cluster.storage.segment_bytes = "much"
-        build(config, "cluster", folder=tmp_path)
+        build(config, "cluster", folder=tmp_path, num_training_devices=0)
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
-"""A real vLLM answers, is probed, and captures for the disk store; DSpark trains from its states as from Transformers'."""
+"""A real vLLM answers, is probed, and captures: through files for the disk store, through Mooncake live, killed meanwhile.
+DSpark trains from its states as from Transformers'."""
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +45,10 @@ class Done:
     folder: Path
     printed: str
 
+    @property
+    def payloads(self) -> Path:
+        return self.folder / "payloads"
+
     def run_folder(self, name: str) -> Path:
         return self.folder / "runs" / name
 
@@ -50,39 +57,48 @@ class Done:
         return [value for line in lines for key, value in line.get("metrics", line).items() if key == "train/loss"]
 
 
-def call(folder: Path, *overrides: str, experiment: str = "smoke") -> str:
+def start(folder: Path, *overrides: str, experiment: str = "smoke") -> subprocess.Popen[str]:
     command = [
         *(sys.executable, "-m", "dspark_lab", f"+experiment={experiment}"),
         *SMALL,
         *(f"run.root={folder / 'runs'}", *overrides),
     ]
     environment = {**os.environ, "DSPARK_LAB_HOME": str(folder / "home"), "COLUMNS": "120"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
-    return done.stdout
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    printed, _ = process.communicate()
+    assert process.returncode == 0, printed[-6000:]
+    return printed
+
+
+def call(folder: Path, *overrides: str) -> str:
+    return finish(start(folder, *overrides))
 
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     folder = tmp_path_factory.mktemp("engine")
-    yield Done(folder, call(folder, "engine=vllm", "cluster=local", STAGES, "run.name=vllm"))
+    files = f"engine.payload_folder={folder / 'payloads'}"
+    yield Done(folder, call(folder, "engine=vllm", "cluster=local", files, STAGES, "run.name=vllm"))
 
 
 def test_every_service_is_started_once_and_gone_with_the_run(done: Done) -> None:
-    assert re.findall(r"cluster: starting (.*) \(", done.printed) == [
-        "the vLLM that answers", "Mooncake", "the vLLM that captures",
-    ]  # fmt: skip
-    assert sorted(path.name for path in (done.run_folder("vllm") / "logs").iterdir()) == [
-        "mooncake_master.log", "mooncake_segment.log", "vllm.log",
-    ]  # fmt: skip
-    home = f"DSPARK_LAB_HOME={done.folder / 'home'}".encode()  # every child's own
-    assert not [pid for pid, environment in environments() if home in environment.split(b"\0")]
+    assert re.findall(r"cluster: starting (.*) \(", done.printed) == ["the vLLM that answers", "the vLLM that captures"]
+    assert [path.name for path in (done.run_folder("vllm") / "logs").iterdir()] == ["vllm.log"]
+    assert not children(done.folder)
+    assert not list(done.payloads.iterdir())
 
 
-def environments() -> Iterator[tuple[str, bytes]]:
+def children(folder: Path) -> list[int]:
+    """Processes of runs in ``folder``, their services included."""
+    home, found = f"DSPARK_LAB_HOME={folder / 'home'}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            yield path.parent.name, path.read_bytes()
+            if home in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def test_the_stages_tell_what_happened(done: Done) -> None:
@@ -123,13 +139,36 @@ def test_what_is_there_needs_no_service(done: Done) -> None:
     assert "starting" not in printed and "0 tokens, 0 MiB to come" in printed
 
 
-def test_live_training_with_services_of_its_own(done: Done) -> None:
-    """The answers are there, so one engine is started, and captures until training is over."""
-    printed = call(done.folder, STAGES, "run.name=live", experiment="live_cpu")
+def test_live_training_goes_on_when_its_server_is_killed(done: Done) -> None:
+    """The answers are there, so one engine is started, and captures until training is over; killed in mid-epoch, it is
+    started again, and the run is the one from what was captured through files: no sample lost, none twice."""
+    longer = ("trainer.max_steps=20", "trainer.val_every_steps=20")
+    call(done.folder, "engine=vllm", "cluster=local", "stages=train", "run.name=stored", *longer)
+    process = start(
+        done.folder, STAGES, "run.name=live", "live.window_samples=48", "engine.payload_timeout_s=10", *longer,
+        experiment="live_cpu",
+    )  # fmt: skip
+    metrics = done.run_folder("live") / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("train/loss") < 3:
+        assert process.poll() is None, finish(process)
+        time.sleep(0.05)
+    (server,) = [pid for pid in children(done.folder) if leads(pid, b"vllm.entrypoints.openai.api_server")]
+    os.kill(server, signal.SIGKILL)
+    trained = metrics.read_text().count("train/loss")
+    printed = finish(process)
+    assert trained < 20
     assert re.findall(r"cluster: starting (.*) \(", printed) == ["Mooncake", "the vLLM that captures"]
-    assert done.losses("live") == pytest.approx(done.losses("vllm"), rel=0.05)
+    assert re.search(
+        r"vllm has ended with status 137(.|\n)*Last lines of(.|\n)*starting it again, 1 of 3 times", printed
+    )
+    assert done.losses("live") == pytest.approx(done.losses("stored"), rel=0.05)
     stages = {stage.name: stage for stage in read_results(done.run_folder("live")).stages}
     assert stages["capture"].events["left to live capture"] == stages["train"].num_out
-    assert stages["train"].events["live samples used"] >= stages["train"].num_out // 2
-    home = f"DSPARK_LAB_HOME={done.folder / 'home'}".encode()
-    assert not [pid for pid, environment in environments() if home in environment.split(b"\0")]
+    assert "live samples lost" not in stages["train"].events
+    assert not children(done.folder)
+
+
+def leads(pid: int, program: bytes) -> bool:
+    """Whether the process runs ``program`` at the head of a process group: what its watcher has started."""
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return program in command and b"watcher.py" not in command and os.getpgid(pid) == pid

@@ -25,11 +25,13 @@ ALLOWED = [
     [*LIVE, "store.keep=disk"],
     [],
     ["store=memory"],
+    ["store=mooncake"],
     ["store=mooncake", NO_WORKERS],
     ["store=mooncake", "cluster=local", NO_WORKERS],
     ["engine=vllm", SERVER],
     ["engine=vllm", "engine.endpoints_file=/etc/servers", "store=memory"],
     ["engine=vllm", "cluster=local"],
+    ["engine=vllm", "cluster=local", "engine.payload_folder=/dev/shm/states"],
     ["engine=vllm", "cluster=slurm"],
     ["cluster=slurm"],
     ["engine=vllm", "cluster=local", "store=mooncake", NO_WORKERS],
@@ -49,6 +51,8 @@ REFUSED = [
     (["data.source=live", "engine=vllm", "store=mooncake", NO_WORKERS, "stages=train"], "engine=vllm needs servers"),
     (["store=mooncake", "store.keep=disk", NO_WORKERS], r"store\.keep has no effect"),
     ([*LIVE, "store.keep=memory"], r"store\.keep: null, or disk"),
+    ([*LIVE, "engine.payload_folder=/dev/shm/states"], r"engine\.payload_folder: .* travel through Mooncake"),
+    (["engine=vllm", "cluster=slurm", "engine.payload_folder=/states"], r"engine\.payload_folder: .* through Mooncake"),
     (["store=mooncake", "data.num_workers=1"], r"data\.num_workers>0 with store=mooncake"),
 ]
 

@@ -1,6 +1,5 @@
 """data.source=live from the config: what contradicts it, and what it leaves alone."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspark_lab.__main__ import config_folder
 from dspark_lab.data.live import LiveRecipe
-from dspark_lab.pipeline import live
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.live import live_data
 from dspark_lab.run import name_run
@@ -43,14 +41,13 @@ def test_where_the_states_come_from_is_no_part_of_a_runs_identity() -> None:
     assert name(*LIVE, "live.window_samples=3") == name("engine=vllm", "data.num_workers=1")
 
 
-def test_a_window_that_the_segments_have_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "room", lambda url: SimpleNamespace(free_bytes=1000))
-    client: Any = SimpleNamespace(admin_url="u")
+def test_a_window_that_the_segments_have_no_room_for_is_refused() -> None:
+    client: Any = None
 
     def data(window_bytes: int | None):
         recipe = build(composed(f"live.window_bytes={'null' if window_bytes is None else window_bytes}"), "live")
         assert isinstance(recipe, LiveRecipe)
-        return live_data(client, [], recipe=recipe, kept=None)
+        return live_data(client, [], recipe=recipe, free_bytes=1000, kept=None)
 
     assert data(None).window.num_bytes == 800
     assert data(1000).window.num_bytes == 1000

@@ -63,7 +63,7 @@ def test_spec_and_tokenizer_need_no_weights(tmp_path: Path, monkeypatch: pytest.
     assert spec.architecture == "Qwen3ForCausalLM"
     target.head()  # nor does the head
     with pytest.raises(AssertionError, match="weights were loaded"):
-        list(target.capture(conversations(3)))
+        target.capture(conversations(3))  # it is ready when this returns
 
 
 def test_every_end_token_of_the_generation_config_counts(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def target_of(in_process: HuggingFaceTarget, *servers: SmallServer, **settings: 
     given = {
         "endpoints": tuple(server.url for server in servers),
         "endpoints_file": None,
+        "payload_folder": None,
         "dtype": "bfloat16",
         "concurrency": 3,
         "timeout_s": 5.0,

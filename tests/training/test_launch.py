@@ -22,7 +22,12 @@ folder = pathlib.Path(os.environ["DSPARK_LAB_GROUP_FOLDER"])
 
 
 def run(code: str, folder: Path, *, num_ranks: int = 2) -> None:
-    launch([sys.executable, "-c", START + code], num_ranks=num_ranks, folder=folder)
+    launch(
+        [sys.executable, "-c", START + code],
+        num_ranks=num_ranks,
+        folder=folder,
+        environment={"CUDA_VISIBLE_DEVICES": "1,2"},
+    )
 
 
 def alive(folder: Path) -> list[int]:
@@ -37,14 +42,14 @@ def wait_for(condition, *, seconds: float = 20) -> None:
 
 
 def test_each_rank_knows_its_place(tmp_path: Path) -> None:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES")
     run(
         f"(folder / f'place_{{rank}}').write_text(' '.join(os.environ[name] for name in {names}))",
         tmp_path,
         num_ranks=3,
     )
     assert [(tmp_path / f"place_{rank}").read_text() for rank in range(3)] == [
-        f"{rank} {rank} 3 127.0.0.1" for rank in range(3)
+        f"{rank} {rank} 3 127.0.0.1 1,2" for rank in range(3)
     ]
 
 
