@@ -13,7 +13,7 @@ class Oracle:
     that follows would then be drawn from p, not from the residual. (Greedy text stays the target's own.)
     """
 
-    knows_acceptance = True
+    confidence = "acceptance"
 
     @checked
     def __init__(self, *, hardware: HardwareProfile) -> None:

@@ -133,7 +133,10 @@ def main() -> None:
     temperatures = read_temperatures(parts.run.calibration)
 
     def aware(mode) -> Calibrated:
-        return Calibrated(HardwareAware(hardware=profile, mode=mode, staleness=2, cost_curve="convex"), temperatures)
+        return Calibrated(
+            HardwareAware(hardware=profile, mode=mode, staleness=2, cost_curve="convex", confidence="head"),
+            temperatures,
+        )
 
     ways = {
         "plain": (None, NoDrafts),
