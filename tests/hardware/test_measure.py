@@ -23,6 +23,7 @@ def small(**changes: object) -> Grid:
         "num_context_tokens": [8, 24],
         "warmups": 1,
         "repeats": 3,
+        "endpoints": [],
     }
     return Grid(**{**facts, **changes})  # pyright: ignore
 
