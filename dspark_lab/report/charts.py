@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 from dspark_lab.report.algorithms import DomainLength
 from dspark_lab.report.collect import Reliability
 from dspark_lab.report.comparison import Row, row_labels
+from dspark_lab.report.predicted import scheme_of
 from dspark_lab.report.served import ServedPoint
 from dspark_lab.serving.frontier_file import FrontierFile
 
@@ -254,28 +255,42 @@ def frontier_chart(frontier: FrontierFile) -> go.Figure:
     return figure
 
 
-def served_chart(points: Sequence[ServedPoint]) -> go.Figure | None:
+def served_chart(points: Sequence[ServedPoint], frontier: FrontierFile | None) -> go.Figure | None:
     """Measured output throughput over interactivity, a line a number of draft tokens, a point a concurrency.
 
-    None where fewer than two points have a speed.
+    ``frontier``: a simulation of the same, dotted and hollow. None where neither has two points with a speed.
     """
     known = [point for point in points if point.tokens_per_s is not None and point.tokens_per_s_per_user is not None]
-    if len(known) < 2:
-        return None
-    figure = _figure("tokens/s per user", "output tokens/s of the engine")
-    for index, scheme in enumerate(dict.fromkeys(point.scheme for point in known)):
+    figure, drawn = _figure("tokens/s per user", "output tokens/s of the engine"), 0
+    for index, (scheme, simulated) in enumerate({point.scheme: scheme_of(point) for point in points}.items()):
         shown = [point for point in known if point.scheme == scheme]
-        figure.add_scatter(
-            x=[point.tokens_per_s_per_user for point in shown],
-            y=[point.tokens_per_s for point in shown],
-            text=[str(point) for point in shown],
-            name=scheme,
-            mode="lines+markers",
-            hovertemplate="%{text}<extra></extra>",
-            **_style(index),
-        )
+        style = _style(index)
+        if shown:
+            figure.add_scatter(
+                x=[point.tokens_per_s_per_user for point in shown],
+                y=[point.tokens_per_s for point in shown],
+                text=[str(point) for point in shown],
+                name=scheme if frontier is None else f"{scheme}, measured",
+                mode="lines+markers",
+                hovertemplate="%{text}<extra></extra>",
+                **style,
+            )
+        records = [] if frontier is None else frontier.points_of(simulated)
+        if records:
+            style["line"] |= {"dash": "dot"}
+            style["marker"] |= {"symbol": f"{MARKERS[index % len(MARKERS)]}-open"}
+            figure.add_scatter(
+                x=[record.metrics["tokens_per_s_per_user"] for record in records],
+                y=[record.metrics["output_tokens_per_s"] for record in records],
+                text=[f"{scheme}, concurrency {record.load:g}, simulated" for record in records],
+                name=f"{scheme}, simulated",
+                mode="lines+markers",
+                hovertemplate="%{text}: %{x:.1f} tokens/s per user, %{y:.1f} tokens/s<extra></extra>",
+                **style,
+            )
+        drawn += len(shown) + len(records)
     figure.update_layout(height=420)
-    return figure
+    return figure if drawn > 1 else None
 
 
 def _figure(x: str, y: str) -> go.Figure:
