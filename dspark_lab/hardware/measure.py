@@ -19,7 +19,7 @@ class Grid:
 
     ``num_prefill_tokens`` are further numbers of tokens of a single request. Each step is done ``warmups`` times, then
     timed ``repeats`` times. ``endpoints``: servers that are timed instead (``hardware.engine``); how many tokens of a
-    request they verify is theirs to say, so ``num_tokens`` does not matter there.
+    request they verify is theirs to say, so ``num_tokens`` does not matter there. ``num_gpus``: that do a step together.
     """
 
     @checked
@@ -33,12 +33,13 @@ class Grid:
         warmups: NonNegativeInt,
         repeats: PositiveInt,
         endpoints: tuple[str, ...],
+        num_gpus: PositiveInt,
     ) -> None:
         if not (num_requests and num_tokens and num_context_tokens):
             raise ValueError("num_requests, num_tokens and num_context_tokens each need at least one number")
         self.num_requests, self.num_tokens, self.num_prefill_tokens = num_requests, num_tokens, num_prefill_tokens
         self.num_context_tokens, self.warmups, self.repeats = num_context_tokens, warmups, repeats
-        self.endpoints = endpoints
+        self.endpoints, self.num_gpus = endpoints, num_gpus
 
     def tokens_of(self, num_requests: int) -> list[int]:
         """Tokens of each request, to be timed with so many requests."""

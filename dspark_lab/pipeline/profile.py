@@ -1,4 +1,4 @@
-"""Stage *profile*: step times of the run's target, and of its drafter where there is one, on the machine at hand."""
+"""Stage *profile*: step times of the run's target and drafter, on the machine at hand or of running vLLM servers."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -21,6 +21,8 @@ from dspark_lab.report.vocabulary import metric
 from dspark_lab.target.verifier import recurrence
 from dspark_lab.training.checkpoints import NEWEST_FIRST
 
+PROFILE_FILE = "profile.json"
+
 
 def profile(parts: Parts) -> Outcome:
     """Time, fit, and store as ``profile.json``, which ``hardware=measured`` reads."""
@@ -29,9 +31,14 @@ def profile(parts: Parts) -> Outcome:
     steps, drafts, setting = engine_times(parts, grid) if by_engine else times_here(parts, grid)
     setting |= {"date": datetime.now(UTC).date().isoformat()}
     measurement = Measurement(
-        name=parts.run.name, target=parts.target.spec.name, num_gpus=1, steps=steps, drafts=drafts, setting=setting
+        name=parts.run.name,
+        target=parts.target.spec.name,
+        num_gpus=grid.num_gpus,
+        steps=steps,
+        drafts=drafts,
+        setting=setting,
     )
-    path = parts.run.directory / "profile.json"
+    path = parts.run.directory / PROFILE_FILE
     measurement.save(path)
     table = TableProfile.fit(measurement)
     console.print(
@@ -98,10 +105,18 @@ def engine_times(parts: Parts, grid: Grid) -> Times:
         told["engine"] = f"vllm {server.version}"
         if width:
             told["num_draft_tokens"] = width
+    plain = plain or timed_before(parts)
     drafts, num_lost = separate_drafts(plain, drafted)
     if num_lost:
         console.print(f"profile: {num_lost} numbers of requests whose steps with drafts took no longer: left out")
     return tuple(plain), drafts, told
+
+
+def timed_before(parts: Parts) -> list[TimedStep]:
+    """Steps of a server without a drafter that an earlier command timed: both need not fit on the GPUs at once."""
+    path = parts.run.directory / PROFILE_FILE
+    earlier = Measurement.load(path) if path.exists() else None
+    return list(earlier.steps) if earlier and str(earlier.setting.get("engine")).startswith("vllm") else []
 
 
 def answering(parts: Parts, grid: Grid) -> Sequence[str]:

@@ -17,15 +17,14 @@ from dspark_lab.report.charts import (
     calibration_chart,
     curve_chart,
     domains_chart,
-    frontier_chart,
     rates_chart,
     reliability_chart,
-    served_chart,
     speed_chart,
 )
 from dspark_lab.report.collect import Collection, collect, flatten
 from dspark_lab.report.comparison import Row, differing_settings, notes, run_labels
 from dspark_lab.report.predicted import served_table, simulation_of
+from dspark_lab.report.serving_charts import frontier_chart, served_chart
 from dspark_lab.report.study_tables import comparisons_table, domains_table, lengths_table, resources_table, seeds_table
 from dspark_lab.report.table import UNDEFINED, TextTable, comparison_table, missing, rates_table
 from dspark_lab.report.text import markdown, print_comparison

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from dspark_lab.__main__ import config_folder
+from dspark_lab.hardware import engine
 from dspark_lab.hardware.engine import measure_engine_steps, separate_drafts, steps_together
 from dspark_lab.hardware.measure import Grid
 from dspark_lab.hardware.table import Measurement, TimedStep
@@ -31,18 +31,23 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 0
 
 def grid(**changes: Any) -> Grid:
     facts: dict[str, Any] = {"num_requests": (1, 2), "num_tokens": (1,), "num_prefill_tokens": (6,)}
-    facts |= {"num_context_tokens": (16,), "warmups": 1, "repeats": 4, "endpoints": ()}
+    facts |= {"num_context_tokens": (16,), "warmups": 1, "repeats": 4, "endpoints": (), "num_gpus": 1}
     return Grid(**{**facts, **changes})
 
 
 class Clock:
-    """Streams a token every ``step_s``, to all requests of a step at once; ``url`` says how many tokens it drafts."""
+    """A server whose steps take ``STEP_S``, by a time of its own for every request; ``url`` says whether it drafts."""
 
     version = "0.32.0"
+    local = threading.local()
 
-    def __init__(self, url: str = "http://plain", *, targets: Any = (), step_s: float = STEP_S) -> None:
-        self.url, self.model, self.step_s = url, "m", step_s * (6 if "drafts" in url else 1)
+    def __init__(self, url: str = "http://plain", *, targets: Any = ()) -> None:
+        self.url, self.model, self.step_s = url, "m", STEP_S * (1.5 if "drafts" in url else 1)
         self.bodies: list[dict[str, Any]] = []
+
+    @classmethod
+    def now(cls) -> float:
+        return getattr(cls.local, "now", 0.0)
 
     def get(self, path: str) -> str:
         return COUNTERS if "drafts" in self.url else "# TYPE process_cpu_seconds counter\n"
@@ -50,10 +55,15 @@ class Clock:
     def stream(self, path: str, body: dict[str, Any], *, timeout_s: float):
         self.bodies.append(body)
         for _ in range(body["max_tokens"]):
-            now = time.perf_counter()
-            time.sleep(self.step_s - now % self.step_s)  # all wake at the same ticks
+            self.local.now = self.now() + self.step_s
             yield json.dumps({"choices": [{"token_ids": [1]}]}).encode()
         yield b'{"choices": [], "usage": {}}'
+        self.local.now = 0.0  # the next request is sent
+
+
+@pytest.fixture(autouse=True)
+def its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=Clock.now))
 
 
 def measured(server: Any, **changes: Any) -> list[TimedStep]:
@@ -73,7 +83,7 @@ def test_what_a_clock_streams_is_a_step() -> None:
     steps = measured(server)
     assert [(step.num_requests, step.num_tokens) for step in steps] == [(1, 1), (2, 2), (1, 6)]
     assert [step.num_context_tokens for step in steps] == [19, 38, 0]
-    assert all(0.5 * STEP_S < step.time_s < 20 * STEP_S for step in steps[:2]), steps
+    np.testing.assert_allclose([step.time_s for step in steps], STEP_S)
     prompts = [tuple(body["prompt"]) for body in server.bodies if len(body["prompt"]) == 16]
     assert len(set(prompts)) == 3, "no prompt is another's prefix"
     drafting = measured(Clock(), num_draft_tokens=3)
@@ -97,30 +107,45 @@ def test_faults_are_told() -> None:
     silent: Any = SimpleNamespace(url="http://s", model="m", stream=lambda *a, **k: iter([b'{"error": "no room"}']))
     with pytest.raises(ValueError, match=r"http://s streamed no token: .*no room"):
         measured(silent)
-    lock = threading.Lock()
 
-    class OneAtATime(Clock):
+    class OneByOne(Clock):
         def stream(self, path: str, body: dict[str, Any], *, timeout_s: float):
-            with lock:
-                yield from super().stream(path, body, timeout_s=timeout_s)
+            self.local.now = 1000.0 * len(self.bodies)
+            yield from super().stream(path, body, timeout_s=timeout_s)
 
     with pytest.raises(ValueError, match=r"2 requests never decoded together.*--max-num-seqs"):
-        measured(OneAtATime(), num_requests=(2,))
+        measured(OneByOne(), num_requests=(2,))
 
 
 def test_the_stage_stores_steps_and_drafts_of_its_endpoints(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = ["profile.endpoints=[http://plain,http://drafts]", "profile.num_prefill_tokens=[6]", "profile.repeats=4",
-                 "profile.num_context_tokens=[16]", "profile.num_requests=[1,2]"]  # fmt: skip
+    overrides = ["profile.num_prefill_tokens=[6]", "profile.repeats=4", "profile.num_context_tokens=[16]",
+                 "profile.num_requests=[1,2]", "profile.num_gpus=8"]  # fmt: skip
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        config = compose("config", overrides)
+        both, first, second = (
+            compose("config", [*overrides, f"profile.endpoints=[{urls}]"])
+            for urls in ("http://plain,http://drafts", "http://plain", "http://drafts")
+        )
     monkeypatch.setattr(stage, "RunningVllm", Clock)
     target = SimpleNamespace(spec=SimpleNamespace(name="t", vocab_size=50), resolved=SimpleNamespace(folder="f"))
     info = SimpleNamespace(choices={"engine": "huggingface"}, machine="here")
     run = SimpleNamespace(name="r", directory=tmp_path)
-    record, metrics = stage.profile(SimpleNamespace(config=config, target=target, info=info, run=run))  # pyright: ignore
+
+    def profiled(config: Any):
+        return stage.profile(SimpleNamespace(config=config, target=target, info=info, run=run))  # pyright: ignore
+
+    with pytest.raises(ValueError, match=r"profile\.endpoints: all of them draft"):
+        profiled(second)
+    record, metrics = profiled(both)
     assert record["num_in"] == 3
     stored = Measurement.load(tmp_path / "profile.json")
     assert [step.num_tokens for step in stored.steps] == [1, 2, 6]
     assert [draft.num_requests for draft in stored.drafts] == [1, 2]
+    np.testing.assert_allclose([draft.time_s for draft in stored.drafts], 0.5 * STEP_S)
+    assert stored.num_gpus == 8
     assert stored.setting["engine"] == "vllm 0.32.0" and stored.setting["num_draft_tokens"] == 2
     assert {entry.name for entry in metrics} == {"profile_fit_error", "profile_step_time_s", "profile_draft_time_s"}
+    profiled(first)
+    assert Measurement.load(tmp_path / "profile.json").drafts == ()
+    profiled(second)  # on the same GPUs, after it
+    later = Measurement.load(tmp_path / "profile.json")
+    assert (later.steps, later.drafts) == (stored.steps, stored.drafts)

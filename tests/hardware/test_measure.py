@@ -24,6 +24,7 @@ def small(**changes: object) -> Grid:
         "warmups": 1,
         "repeats": 3,
         "endpoints": [],
+        "num_gpus": 1,
     }
     return Grid(**{**facts, **changes})  # pyright: ignore
 

@@ -81,7 +81,7 @@ def test_a_server_that_runs_already_takes_our_steps_and_agrees_when_sampling(fol
         stages = ["stages=[regenerate,serve]", f"serve.endpoint={server.url}"]
         grid = Grid(
             num_requests=(2,), num_tokens=(1,), num_prefill_tokens=(), num_context_tokens=(16,), warmups=0, repeats=1,
-            endpoints=(),
+            endpoints=(), num_gpus=1,
         )  # fmt: skip
         (step,) = measure_engine_steps(server, grid, num_draft_tokens=8, vocab_size=128, seed=0)
         assert num_draft_tokens_of(server) == 8 and step.num_tokens == 18 and step.repeats >= 3

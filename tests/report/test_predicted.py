@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from dspark_lab.report.charts import served_chart
 from dspark_lab.report.predicted import beside, served_table, simulation_of
 from dspark_lab.report.served import INTERPRETED, ServedPoint
+from dspark_lab.report.serving_charts import served_chart
 from dspark_lab.serving.frontier_file import Curve, FrontierFile, PointRecord
 
 
