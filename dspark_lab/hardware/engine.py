@@ -27,7 +27,7 @@ class StreamingServer(Protocol):
 def measure_engine_steps(
     server: StreamingServer, grid: Grid, *, num_draft_tokens: int, vocab_size: int, seed: int
 ) -> Iterator[TimedStep]:
-    """Median and interquartile range of the seconds between the tokens of requests that decode together.
+    """Median seconds between the tokens of requests that decode together, and how well so many steps tell it.
 
     A server that drafts ``num_draft_tokens`` verifies them all, so its steps have 1 + so many tokens a request, and hold
     the draft. Of one that drafts none the grid's prefills are timed too: the time to the first token, without what a prompt
@@ -135,11 +135,14 @@ def _choices(line: bytes) -> Sequence[Mapping[str, Any]]:
 
 def _timed(seconds: np.ndarray, *, num_requests: int, num_tokens: int, context: int) -> TimedStep:
     low, median, high = np.percentile(seconds, [25, 50, 75])
+    repeats = len(seconds) // num_requests or 1
+    # How well the median is known: a client's jitter is in every gap, and averages out over the steps.
+    spread = float(high - low) / repeats**0.5
     return TimedStep(
         num_requests=num_requests,
         num_tokens=num_tokens,
         num_context_tokens=context,
         time_s=float(median),
-        iqr_s=float(high - low),
-        repeats=len(seconds) // num_requests or 1,
+        iqr_s=spread,
+        repeats=repeats,
     )

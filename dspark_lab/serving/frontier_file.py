@@ -123,11 +123,16 @@ class FrontierFile:
     @property
     def sentences(self) -> list[str]:
         """The answer, each sentence saying that it is simulated."""
+        return [f"simulated, {self.title}: {sentence}" for sentence in self.answers]
+
+    @property
+    def answers(self) -> list[str]:
+        """The answer, for where it is said that it is simulated, and what."""
         firsts = list(dict.fromkeys(gain.scheme for gain in self.gains)) or [self.curves[0].scheme]
         others = [curve.scheme for curve in self.curves if curve.scheme not in firsts]
         told = [self._compared(first, other) for first in firsts for other in others]
         told += [self._over_lengths(scheme) for scheme in dict.fromkeys(gain.scheme for gain in self.by_load)]
-        return [f"simulated, {self.title}: {sentence}" for sentence in told]
+        return told
 
     def _over_lengths(self, scheme: str) -> str:
         found = [gain for gain in self.by_load if gain.scheme == scheme]
