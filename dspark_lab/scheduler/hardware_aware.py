@@ -43,7 +43,7 @@ class HardwareAware:
         cost_curve: Literal["convex", "measured"],
         confidence: ConfidenceSource,
     ) -> None:
-        self.confidence = confidence
+        self.confidence: ConfidenceSource = confidence
         self.mode = mode
         self.costs = StepCosts(hardware, convex=mode == "early_stop" and cost_curve == "convex")
         self.past: deque[tuple[Ints, Floats]] = deque(maxlen=staleness)

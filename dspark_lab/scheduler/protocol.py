@@ -6,6 +6,9 @@ from typing import Literal, Protocol
 from dspark_lab.hardware.protocol import Floats, Ints
 from dspark_lab.records import ConfidenceSource
 
+Confidence = ConfidenceSource | Literal["acceptance"] | None
+"""What a scheduler asks its caller for (``VerifyScheduler``)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -34,6 +37,6 @@ class VerifyScheduler(Protocol):
     """
 
     @property
-    def confidence(self) -> ConfidenceSource | Literal["acceptance"] | None: ...
+    def confidence(self) -> Confidence: ...
 
     def draft_lengths(self, confidence: Floats | None, load: Load, *, num_draft_tokens: int) -> Ints: ...

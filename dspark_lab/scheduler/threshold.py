@@ -17,7 +17,8 @@ class Threshold:
 
     @checked
     def __init__(self, *, survival: float, confidence: ConfidenceSource) -> None:
-        self.survival, self.confidence = survival, confidence
+        self.survival = survival
+        self.confidence: ConfidenceSource = confidence
 
     def draft_lengths(self, confidence: Floats | None, load: Load, *, num_draft_tokens: int) -> Ints:
         return np.add.reduce(survivals(confidence, scheduler="threshold") >= self.survival, axis=1, dtype=np.int64)
