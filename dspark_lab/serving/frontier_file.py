@@ -138,7 +138,7 @@ class FrontierFile:
         found = [gain for gain in self.by_load if gain.scheme == scheme]
         best, one = (_range([getattr(gain, name) for gain in found]) for name in ("over_best", "over_one"))
         lengths = ", ".join(f"{gain.best_length} at {gain.load:g}" for gain in found)
-        bound = ", an upper bound," if scheme == "oracle" else ""
+        bound = ", which knows what will be accepted," if scheme == "oracle" else ""
         return (
             f"{scheme}{bound} gives {best} times the rate of the best fixed length of each load ({lengths}), and {one} "
             f"times that of one length, {found[0].one_length}, for all of them."

@@ -147,7 +147,7 @@ def test_gains_by_load_are_told_twice_and_beside_the_oracle(tmp_path: Path) -> N
     told = {(entry.name, entry.setting["load"]) for entry in metrics if entry.name.startswith("simulated_gain_over")}
     assert told == {(f"simulated_gain_over_{kind}_length", load) for kind in ("best", "one") for load in (1, 16)}
     assert any("the best fixed length of each load (" in sentence for sentence in found.sentences)
-    assert any("oracle, an upper bound, gives" in sentence for sentence in found.sentences)
+    assert any("oracle, which knows what will be accepted, gives" in sentence for sentence in found.sentences)
 
 
 def test_probabilities_schedule_a_drafter_without_a_head(tmp_path: Path) -> None:
