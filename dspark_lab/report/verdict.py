@@ -13,7 +13,7 @@ def verdict(rows: Sequence[Row], compared: Sequence[Comparison] = ()) -> str:
     ranked = [row for row in rows if row.acceptance is not None]
     if not ranked:
         frontiers = together([frontier for row in rows for frontier in row.run.frontiers])
-        found = [f"Simulated, {frontier.title}: {' '.join(frontier.answers)}" for frontier in frontiers]
+        found = [f"Simulated, {frontier.title}: {' '.join(frontier.headline)}" for frontier in frontiers]
         return " ".join(found) or "No run has been evaluated yet."
     best = ranked[0]
     assert best.acceptance is not None

@@ -128,11 +128,22 @@ class FrontierFile:
     @property
     def answers(self) -> list[str]:
         """The answer, for where it is said that it is simulated, and what."""
-        firsts = list(dict.fromkeys(gain.scheme for gain in self.gains)) or [self.curves[0].scheme]
-        others = [curve.scheme for curve in self.curves if curve.scheme not in firsts]
-        told = [self._compared(first, other) for first in firsts for other in others]
-        told += [self._over_lengths(scheme) for scheme in dict.fromkeys(gain.scheme for gain in self.by_load)]
-        return told
+        others = [curve.scheme for curve in self.curves if curve.scheme not in self._firsts]
+        told = [self._compared(first, other) for first in self._firsts for other in others]
+        return told + [self._over_lengths(scheme) for scheme in dict.fromkeys(gain.scheme for gain in self.by_load)]
+
+    @property
+    def headline(self) -> list[str]:
+        """Of the answers, those over plain decoding and over fixed lengths."""
+        plain = [curve.scheme for curve in self.curves if curve.scheme == "none"]
+        told = [self._compared(first, other) for first in self._firsts for other in plain if first != other]
+        scheduled = {gain.scheme for gain in self.by_load}
+        return told + [self._over_lengths(first) for first in self._firsts if first in scheduled] or self.answers
+
+    @property
+    def _firsts(self) -> list[str]:
+        """What was simulated against its baselines."""
+        return list(dict.fromkeys(gain.scheme for gain in self.gains)) or [self.curves[0].scheme]
 
     def _over_lengths(self, scheme: str) -> str:
         found = [gain for gain in self.by_load if gain.scheme == scheme]
