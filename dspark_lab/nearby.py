@@ -4,7 +4,7 @@ import http.client
 import json
 import socket
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -36,7 +36,18 @@ def get_json(url: str, *, timeout_s: float = 10.0) -> Any:
 
 def post_json(url: str, body: Mapping[str, Any], *, timeout_s: float, headers: Mapping[str, str] | None = None) -> Any:
     """JSON in, JSON out. OSError when nothing answers in time; of these, urllib's HTTPError when it refuses."""
-    told = {"Content-Type": "application/json", **(headers or {})}
-    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=told)
-    with DIRECT.open(request, timeout=timeout_s) as response:
+    with DIRECT.open(_post(url, body, headers), timeout=timeout_s) as response:
         return json.load(response)
+
+
+def stream_events(url: str, body: Mapping[str, Any], *, timeout_s: float) -> Iterator[bytes]:
+    """JSON in; out comes the JSON of each server-sent event, when it comes. Errors as of ``post_json``."""
+    with DIRECT.open(_post(url, body, None), timeout=timeout_s) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                yield line.removeprefix(b"data: ")
+
+
+def _post(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None) -> urllib.request.Request:
+    told = {"Content-Type": "application/json", **(headers or {})}
+    return urllib.request.Request(url, data=json.dumps(body).encode(), headers=told)

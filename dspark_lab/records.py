@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -178,18 +178,28 @@ class Batch:
         )
 
 
+ConfidenceSource = Literal["head", "probability"]
+"""What stands for confidences: those of the drafter's head, or the largest probability of each slot's distribution."""
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """A drafter's offer of K tokens after an anchor.
 
     ``probabilities`` [K, V] is the distribution each token was drawn from, over *target* ids (tokens outside the draft
     vocabulary have 0); None when the tokens are arg-maxima (a one-hot distribution). ``confidence`` [K]: probability that
-    slot k is accepted given its prefix; None for a drafter without a confidence head.
+    slot k is accepted given its prefix; None for a drafter without a confidence head. ``top_probability`` [K]: the largest
+    one of the distribution of slot k (of the softmax where the tokens are arg-maxima), which knows no draft but the earlier
+    ones.
     """
 
     token_ids: Tensor  # int64 [K], target ids
     probabilities: Tensor | None = None
     confidence: Tensor | None = None
+    top_probability: Tensor | None = None
+
+    def confidence_by(self, source: ConfidenceSource | None) -> Tensor | None:
+        return {"head": self.confidence, "probability": self.top_probability, None: None}[source]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +214,7 @@ class Verdict:
 class VerifyStep:
     """One verify step of a trace. ``position`` is the anchor's; ``num_accepted`` counts drafted tokens only.
 
-    ``draft_token_ids`` are what was drafted, where the loop is this package's own.
+    ``draft_token_ids`` are what was drafted, where the loop is this package's own. ``top_probability``: see ``Proposal``.
     """
 
     position: int
@@ -212,6 +222,17 @@ class VerifyStep:
     num_accepted: int
     confidence: tuple[float, ...] | None = None
     draft_token_ids: tuple[int, ...] | None = None
+    top_probability: tuple[float, ...] | None = None
+
+    @classmethod
+    def of(cls, position: int, proposal: Proposal, *, num_verified: int, num_accepted: int) -> "VerifyStep":
+        """Of a proposal whose first ``num_verified`` tokens were verified."""
+        told = (proposal.token_ids, proposal.confidence, proposal.top_probability)
+        drafted, *estimates = (None if each is None else tuple(each[:num_verified].tolist()) for each in told)
+        return cls(position, num_verified, num_accepted, estimates[0], drafted, estimates[1])
+
+    def confidence_by(self, source: ConfidenceSource) -> tuple[float, ...] | None:
+        return self.confidence if source == "head" else self.top_probability
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class TableDrafter:
             history.append(int(draw(q, generator) if forced_token_ids is None else forced_token_ids[slot]))
         drafts = torch.tensor(history[2:], dtype=torch.long)
         q = torch.stack(distributions) if distributions else torch.zeros(0, len(self.table))
-        return Proposal(drafts, None if sampling.greedy else q, confidence=q.max(-1).values)
+        return Proposal(drafts, None if sampling.greedy else q, confidence=q.amax(-1), top_probability=q.amax(-1))
 
     @staticmethod
     def consume(context: DraftContext) -> None:

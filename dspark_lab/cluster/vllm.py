@@ -4,12 +4,13 @@ import json
 import os
 import re
 import urllib.error
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from dspark_lab.cluster.services import Role, Service
-from dspark_lab.nearby import DIRECT, LOOPBACK, answers, free_port, post_json
+from dspark_lab.nearby import DIRECT, LOOPBACK, answers, free_port, post_json, stream_events
 
 TRITON_CPU = Path(__file__).with_name("triton_cpu")  # what is in it, and why: its README
 
@@ -61,8 +62,18 @@ class VllmApi:
             ValueError: it refused the request; its own words.
             OSError: it did not answer in time.
         """
-        try:
+        with self._refusals(path):
             return post_json(f"{self.url}{path}", body, timeout_s=timeout_s)
+
+    def stream(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> Iterator[bytes]:
+        """The JSON of each piece of a streamed reply, when it comes. Raises as ``post``."""
+        with self._refusals(path):
+            yield from stream_events(f"{self.url}{path}", body, timeout_s=timeout_s)
+
+    @contextmanager
+    def _refusals(self, path: str) -> Iterator[None]:
+        try:
+            yield
         except urllib.error.HTTPError as error:
             self.check()
             raise ValueError(f"vLLM refused {path} ({error.code}): {error.read().decode(errors='replace')}") from error

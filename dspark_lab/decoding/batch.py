@@ -41,9 +41,8 @@ class _Request:
     steps: list[VerifyStep] = field(default_factory=list)
 
     def emit(self, token_ids: Sequence[int], proposal: Proposal, *, num_verified: int) -> None:
-        confidence = None if proposal.confidence is None else tuple(proposal.confidence[:num_verified].tolist())
-        drafted = tuple(proposal.token_ids[:num_verified].tolist())
-        self.steps.append(VerifyStep(self.context.position, num_verified, len(token_ids) - 1, confidence, drafted))
+        position, accepted = self.context.position, len(token_ids) - 1
+        self.steps.append(VerifyStep.of(position, proposal, num_verified=num_verified, num_accepted=accepted))
         self.token_ids += token_ids
 
 
@@ -69,7 +68,7 @@ def decode_batch(
     Raises:
         ValueError: a scheduler that would have to know what will be accepted.
     """
-    if scheduler.knows_acceptance:
+    if scheduler.confidence == "acceptance":
         raise ValueError("scheduler=oracle needs to know what will be accepted, which decoding does not: simulate it")
     requests = _prefill(verifier, prompts, sampling, generator)
     running = _leave(requests, verifier, sampling, eos_token_ids)
@@ -147,8 +146,10 @@ def _draft_lengths(scheduler: VerifyScheduler, running: Sequence[_Request], prop
     )
     widths = {proposal.token_ids.numel() for proposal in proposals}
     assert len(widths) == 1, "drafts of unlike widths"
-    confidences = [proposal.confidence for proposal in proposals if proposal.confidence is not None]
-    confidence = torch.stack(confidences).double().cpu().numpy() if confidences else None
+    assert scheduler.confidence != "acceptance"
+    told = [proposal.confidence_by(scheduler.confidence) for proposal in proposals]
+    known = [confidence for confidence in told if confidence is not None]
+    confidence = torch.stack(known).double().cpu().numpy() if known else None
     return scheduler.draft_lengths(confidence, load, num_draft_tokens=widths.pop()).tolist()
 
 

@@ -84,7 +84,7 @@ def speculative_decode(
             eos_token_ids=eos_token_ids,
         )
         token_ids += emitted
-        steps.append(verify_step(position, proposal, num_accepted=len(emitted) - 1))
+        steps.append(VerifyStep.of(position, proposal, num_verified=fed.numel() - 1, num_accepted=len(emitted) - 1))
         verifier.rollback(fed.numel() - known)
         context.advance(fed[:known], output.hidden_states[:known], verdict.bonus_token_id)
     return Decoded(tuple(token_ids), tuple(steps))
@@ -112,13 +112,6 @@ def cut(token_ids: Sequence[int], *, max_tokens: int, eos_token_ids: Collection[
     kept = list(token_ids[:max_tokens])
     ends = [index for index, token_id in enumerate(kept) if token_id in eos_token_ids]
     return kept[: ends[0] + 1] if ends else kept
-
-
-def verify_step(position: int, proposal: Proposal, *, num_accepted: int) -> VerifyStep:
-    """Record of one step at the full width of its proposal; ``num_accepted`` after the cut of the emitted tokens."""
-    confidence = None if proposal.confidence is None else tuple(proposal.confidence.tolist())
-    drafted = tuple(proposal.token_ids.tolist())
-    return VerifyStep(position, len(drafted), num_accepted, confidence, drafted)
 
 
 def _draw_next(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> int:

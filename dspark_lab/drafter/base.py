@@ -316,15 +316,19 @@ class Drafter(L.LightningModule):
 
     def choose(
         self, logits: Tensor, sampling: Sampling, generator: torch.Generator | None, forced: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Tokens (target ids, [...]) and their distributions over target ids [..., V], from draft logits [..., V_d]."""
+    ) -> Proposal:
+        """From draft logits [..., V_d]: tokens [...], when sampling their distributions [..., V], the largest of each."""
         if sampling.greedy:
-            return (self.vocabulary.to_target(logits.argmax(-1)) if forced is None else forced), None
+            scores = logits.float()
+            top = (scores.amax(-1) - scores.logsumexp(-1)).exp()
+            return Proposal(
+                self.vocabulary.to_target(logits.argmax(-1)) if forced is None else forced, top_probability=top
+            )
         on_draft = probabilities(logits, sampling)
         token_ids = self.vocabulary.to_target(draw(on_draft, generator)) if forced is None else forced
         on_target = on_draft.new_zeros(*logits.shape[:-1], self.target.vocab_size)
         on_target[..., self.vocabulary.draft_to_target] = on_draft
-        return token_ids, on_target
+        return Proposal(token_ids, on_target, top_probability=on_draft.amax(-1))
 
     def walk_slots(
         self,
@@ -335,17 +339,22 @@ class Drafter(L.LightningModule):
         sampling: Sampling,
         generator: torch.Generator | None,
         forced_token_ids: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Draft left to right: ``next_logits(k, previous token)`` -> [V_d]. Returns ids [K] and distributions [K, V]."""
+    ) -> Proposal:
+        """Draft left to right: ``next_logits(k, previous token)`` -> [V_d]."""
         previous = torch.tensor(anchor_token_id, device=self.device)
-        token_ids, distributions = [], []
+        slots: list[Proposal] = []
         for k in range(num_draft_tokens):
             forced = None if forced_token_ids is None else forced_token_ids[k]
-            previous, distribution = self.choose(next_logits(k, previous), sampling, generator, forced)
-            token_ids.append(previous)
-            distributions.append(distribution)
-        ids = torch.stack(token_ids) if token_ids else previous.new_empty(0)
-        return ids, torch.stack(distributions) if token_ids and not sampling.greedy else None
+            slots.append(self.choose(next_logits(k, previous), sampling, generator, forced))
+            previous = slots[-1].token_ids
+        if not slots:
+            return Proposal(previous.new_empty(0))
+        distributions = [slot.probabilities for slot in slots if slot.probabilities is not None]
+        return Proposal(
+            torch.stack([slot.token_ids for slot in slots]),
+            torch.stack(distributions) if distributions else None,
+            top_probability=torch.stack([slot.top_probability for slot in slots if slot.top_probability is not None]),
+        )
 
     def check_num_draft_tokens(self, num_draft_tokens: int) -> None:
         if not 0 <= num_draft_tokens <= self.num_draft_tokens:

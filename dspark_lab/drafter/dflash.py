@@ -63,5 +63,4 @@ class DFlash(BlockDrafter):
         self.check_num_draft_tokens(num_draft_tokens)
         hidden = self.draft_block(context)
         logits = self.head(hidden, hidden.new_empty(0, dtype=torch.int64))
-        token_ids, distributions = self.choose(logits[:num_draft_tokens], sampling, generator, forced_token_ids)
-        return Proposal(token_ids, distributions)
+        return self.choose(logits[:num_draft_tokens], sampling, generator, forced_token_ids)

@@ -153,7 +153,7 @@ class DFlash2(BlockDrafter):
         hidden = self.draft_block(context)
         # One matrix product for the block; the walk scores each slot behind the token that was drawn, as head() does.
         block_logits = super().head(hidden, hidden.new_empty(0, dtype=torch.int64))
-        token_ids, distributions = self.walk_slots(
+        return self.walk_slots(
             context.anchor_token_id,
             lambda k, previous: self.rescored(block_logits[k], hidden[k], previous),
             num_draft_tokens=num_draft_tokens,
@@ -161,7 +161,6 @@ class DFlash2(BlockDrafter):
             generator=generator,
             forced_token_ids=forced_token_ids,
         )
-        return Proposal(token_ids, distributions)
 
 
 class ConvolvedLayer(BlockLayer):

@@ -4,6 +4,7 @@ Cheng et al. 2026, "Confidence-Scheduled Speculative Decoding with Semi-Autoregr
 sections 3.1-3.3. The paper's layout is anchor-first: slot k predicts the token k + 1 places after the anchor.
 """
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -135,7 +136,7 @@ class DSpark(BlockDrafter):
             bias, state = self.markov_head.step(previous, hidden[k], state)
             return block_logits[k] + bias
 
-        token_ids, distributions = self.walk_slots(
+        proposal = self.walk_slots(
             context.anchor_token_id,
             next_logits,
             num_draft_tokens=num_draft_tokens,
@@ -144,7 +145,8 @@ class DSpark(BlockDrafter):
             forced_token_ids=forced_token_ids,
         )
         if self.confidence_head is None:
-            return Proposal(token_ids, distributions)
-        before = torch.cat([token_ids.new_tensor([context.anchor_token_id]), token_ids])[:num_draft_tokens]
+            return proposal
+        anchor = proposal.token_ids.new_tensor([context.anchor_token_id])
+        before = torch.cat([anchor, proposal.token_ids])[:num_draft_tokens]
         confidence = self.confidence_logits(hidden[:num_draft_tokens], before).sigmoid()
-        return Proposal(token_ids, distributions, confidence)
+        return replace(proposal, confidence=confidence)

@@ -219,7 +219,7 @@ class Eagle3(Drafter):
     ) -> Proposal:
         self.check_num_draft_tokens(num_draft_tokens)
         chain = _Chain(self, context)
-        token_ids, distributions = self.walk_slots(
+        return self.walk_slots(
             context.anchor_token_id,
             lambda k, previous: self.head(chain.step(k, previous), previous),
             num_draft_tokens=num_draft_tokens,
@@ -227,7 +227,6 @@ class Eagle3(Drafter):
             generator=generator,
             forced_token_ids=forced_token_ids,
         )
-        return Proposal(token_ids, distributions)
 
 
 class _Chain:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torchmetrics.functional.classification import binary_auroc
 
 from dspark_lab.evaluation.bootstrap import bootstrap_ratios, bootstrap_sums
-from dspark_lab.records import Trace
+from dspark_lab.records import ConfidenceSource, Trace
 
 Floats = NDArray[np.float64]
 CALIBRATION_FILE = "calibration.json"
@@ -80,21 +80,23 @@ class Position:
     after: Quality
 
 
-def gather_rounds(traces: Sequence[Trace]) -> Rounds:
+def gather_rounds(traces: Sequence[Trace], source: ConfidenceSource = "head") -> Rounds:
     """The rounds of ``traces``, without each answer's last: there the answer's end cut what was accepted.
 
     Raises:
-        ValueError: the drafter gave no confidences.
+        ValueError: the traces hold no confidences of that source.
     """
     steps = [(index, step) for index, trace in enumerate(traces) for step in trace.steps[:-1]]
-    if any(step.confidence is None for _, step in steps):
+    if any(step.confidence_by(source) is None for _, step in steps):
         raise ValueError(
             "the traces hold no confidences, so there is nothing to calibrate: this drafter has no confidence head; train "
-            "with drafter=dspark drafter.confidence=true"
+            "with drafter=dspark drafter.confidence=true, or set scheduler.confidence=probability"
+            if source == "head"
+            else "the traces hold no probabilities (scheduler.confidence=probability): evaluate again"
         )
     confidence = np.full((len(steps), max((step.num_draft_tokens for _, step in steps), default=0)), np.nan)
     for row, (_, step) in enumerate(steps):
-        confidence[row, : step.num_draft_tokens] = step.confidence
+        confidence[row, : step.num_draft_tokens] = step.confidence_by(source)
     accepted = np.array([step.num_accepted for _, step in steps], np.int64)
     return Rounds(confidence, accepted, np.array([index for index, _ in steps], np.int64))
 
@@ -196,15 +198,22 @@ def save_calibration(path: Path, positions: Sequence[Position], *, setting: Mapp
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def read_temperatures(path: Path) -> Floats:
+def read_temperatures(path: Path, source: ConfidenceSource = "head") -> Floats:
     """[K] of a ``calibration.json``, for ``apply_temperatures``.
 
     Raises:
-        ValueError: no such file.
+        ValueError: no such file, or one of confidences of another source.
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist: add calibrate to stages")
-    return np.array(json.loads(path.read_text(encoding="utf-8"))["temperatures"])
+    found = json.loads(path.read_text(encoding="utf-8"))
+    calibrated = found.get("setting", {}).get("confidence", "head")
+    if calibrated != source:
+        raise ValueError(
+            f"{path} calibrates scheduler.confidence={calibrated}, this run has scheduler.confidence={source}: do "
+            "stages=calibrate again"
+        )
+    return np.array(found["temperatures"])
 
 
 def read_bins(path: Path) -> list[tuple[tuple[Bin, ...], tuple[Bin, ...]]]:

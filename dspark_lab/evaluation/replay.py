@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark_lab.decoding.loop import GREEDY, Proposer, cut, verify_step
+from dspark_lab.decoding.loop import GREEDY, Proposer, cut
 from dspark_lab.decoding.sampling import probabilities, prompt_generator
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.evaluation.decode import Progress, silent
-from dspark_lab.records import Proposal, Sampling, TargetSample, TokenizedConversation, Trace
+from dspark_lab.records import Proposal, Sampling, TargetSample, TokenizedConversation, Trace, VerifyStep
 from dspark_lab.target.protocol import TargetHead
 
 CHUNK_TOKENS = 128
@@ -83,7 +83,7 @@ def replay(
         kept = _matches(proposal, answer, position) if draft_greedily else _kept(proposal, answer, position, generator)
         # What follows `remaining` recorded tokens was cut away in decoding too.
         emitted = min(int(kept.long().cumprod(0).sum()) + 1, remaining)
-        steps.append(verify_step(position, proposal, num_accepted=emitted - 1))
+        steps.append(VerifyStep.of(position, proposal, num_verified=kept.numel(), num_accepted=emitted - 1))
         known = slice(position, position + emitted)
         context.advance(answer.token_ids[known], answer.hidden_states[known], int(answer.token_ids[position + emitted]))
     written = tuple(answer.token_ids[answer.start :].tolist())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from dspark_lab.decoding.loop import GREEDY, Proposer
 from dspark_lab.drafter.context import DraftContext
@@ -18,7 +18,8 @@ class Grid:
     """The steps that are timed: every combination of requests, tokens of each and context of each.
 
     ``num_prefill_tokens`` are further numbers of tokens of a single request. Each step is done ``warmups`` times, then
-    timed ``repeats`` times.
+    timed ``repeats`` times. ``endpoints``: servers that are timed instead (``hardware.engine``); how many tokens of a
+    request they verify is theirs to say, so ``num_tokens`` does not matter there. ``num_gpus``: that do a step together.
     """
 
     @checked
@@ -29,13 +30,16 @@ class Grid:
         num_tokens: tuple[PositiveInt, ...],
         num_prefill_tokens: tuple[PositiveInt, ...],
         num_context_tokens: tuple[PositiveInt, ...],
-        warmups: int,
+        warmups: NonNegativeInt,
         repeats: PositiveInt,
+        endpoints: tuple[str, ...],
+        num_gpus: PositiveInt,
     ) -> None:
         if not (num_requests and num_tokens and num_context_tokens):
             raise ValueError("num_requests, num_tokens and num_context_tokens each need at least one number")
         self.num_requests, self.num_tokens, self.num_prefill_tokens = num_requests, num_tokens, num_prefill_tokens
         self.num_context_tokens, self.warmups, self.repeats = num_context_tokens, warmups, repeats
+        self.endpoints, self.num_gpus = endpoints, num_gpus
 
     def tokens_of(self, num_requests: int) -> list[int]:
         """Tokens of each request, to be timed with so many requests."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -10,7 +11,9 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
-from dspark_lab.hardware.protocol import Floats, HardwareProfile
+from dspark_lab.evaluation.calibration import read_temperatures
+from dspark_lab.hardware.protocol import HardwareProfile
+from dspark_lab.records import ConfidenceSource
 from dspark_lab.scheduler.calibrated import Calibrated
 from dspark_lab.scheduler.protocol import VerifyScheduler
 
@@ -44,12 +47,22 @@ def build(config: DictConfig, key: str, *, without: Sequence[str] = (), **extra:
 
 
 def build_scheduler(
-    config: DictConfig, hardware: HardwareProfile, *, temperatures: Floats | None = None
+    config: DictConfig, hardware: HardwareProfile, *, calibration: Path | None = None
 ) -> VerifyScheduler:
     """A new scheduler of the group's choice, with the hardware's step times where it asks for them.
 
-    ``temperatures`` [K] of a calibration are applied to the confidences that it is given.
+    The temperatures of ``calibration`` are applied to the confidences that it is given.
+
+    Raises:
+        ValueError: they are of other confidences than it asks for.
     """
     asks = "hardware" in inspect.signature(get_class(config.scheduler._target_)).parameters
-    made = build(config, "scheduler", hardware=hardware) if asks else build(config, "scheduler")
-    return made if temperatures is None else Calibrated(made, temperatures)
+    made: VerifyScheduler = build(config, "scheduler", hardware=hardware) if asks else build(config, "scheduler")
+    if calibration is None or made.confidence in (None, "acceptance"):
+        return made
+    return Calibrated(made, read_temperatures(calibration, made.confidence))
+
+
+def confidence_source(config: DictConfig) -> ConfidenceSource:
+    """What stages that know no scheduler take for confidences: the run's scheduler's, else the head's."""
+    return config.scheduler.get("confidence", "head")

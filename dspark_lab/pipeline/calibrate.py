@@ -14,6 +14,7 @@ from dspark_lab.evaluation.calibration import (
     split_rounds,
 )
 from dspark_lab.evaluation.traces import read_traces
+from dspark_lab.pipeline.build import confidence_source
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console
@@ -26,14 +27,17 @@ def calibrate(parts: Parts) -> Outcome:
     """Fit on some prompts, judge on the others; both go to ``calibration.json`` beside the checkpoints."""
     recipe = parts.calibration
     traces = read_traces(parts.run.traces, origin=recipe.origin)
-    setting = {**evaluated_setting(parts), "num_bins": recipe.num_bins, "fit_share": recipe.fit_share}
+    source = confidence_source(parts.config)
+    setting = {
+        **evaluated_setting(parts), "num_bins": recipe.num_bins, "fit_share": recipe.fit_share, "confidence": source,
+    }  # fmt: skip
     if recipe.origin == "replayed" and setting["temperature"] > 0:
         raise ValueError(
             f"calibrate.origin=replayed with traces of temperature {setting['temperature']}: after a step's first rejected "
             "slot their confidences are those of the recorded tokens, not of the drafts that a scheduler sees; evaluate "
             "with evaluate.mode=decode and set calibrate.origin=measured"
         )
-    rounds = gather_rounds(traces)
+    rounds = gather_rounds(traces, source)
     fitted, held_out = split_rounds(rounds, fit_share=recipe.fit_share, min_rounds=recipe.min_rounds, seed=recipe.seed)
     temperatures = fit_temperatures(fitted, grid=recipe.grid, num_bins=recipe.num_bins)
     positions = judge(

@@ -18,7 +18,7 @@ from dspark_lab.nearby import LOOPBACK
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console, track
 from dspark_lab.records import TokenizedConversation
-from dspark_lab.report.served import ServedPoint
+from dspark_lab.report.served import INTERPRETED, ServedPoint
 from dspark_lab.target.precision import resolve_device
 
 
@@ -37,7 +37,14 @@ class Measured:
         served = self.served
         speeds = served.tokens_per_s, served.tokens_per_s_per_user, served.first_token_s
         known = (None, None, None) if self.interpreted else speeds
-        return ServedPoint(self.num_draft_tokens, self.concurrency, served.acceptance_length, *known)
+        return ServedPoint(
+            self.num_draft_tokens,
+            self.concurrency,
+            served.acceptance_length,
+            *known,
+            engine=self.setting["engine"],
+            undefined=INTERPRETED if self.interpreted else None,
+        )
 
 
 class Engine:

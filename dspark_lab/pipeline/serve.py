@@ -23,11 +23,9 @@ from dspark_lab.pipeline.engine import Engine, Measured
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console, track
 from dspark_lab.records import Metric, TokenizedConversation, Trace
-from dspark_lab.report.served import SERVED_FILE
+from dspark_lab.report.served import INTERPRETED, SERVED_FILE
 from dspark_lab.report.vocabulary import metric
 from dspark_lab.target.precision import resolve_device
-
-INTERPRETED = "Triton's kernels were interpreted on the CPU"
 
 
 def refuse_unservable(parts: Parts) -> None:

@@ -5,18 +5,18 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from dspark_lab.evaluation.calibration import read_temperatures
 from dspark_lab.hardware.deployment import Deployment, Hardware, deploy
 from dspark_lab.hardware.served import ServedDrafter, ServedTarget
-from dspark_lab.pipeline.build import build, build_scheduler
+from dspark_lab.pipeline.build import build, build_scheduler, confidence_source
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console, track
 from dspark_lab.records import Metric
 from dspark_lab.report.results import RESULTS_FILE, read_results
 from dspark_lab.report.vocabulary import metric
+from dspark_lab.scheduler.oracle import Oracle
 from dspark_lab.serving.acceptance import AcceptanceTable
-from dspark_lab.serving.frontier_file import Curve, FrontierFile, gains_over
+from dspark_lab.serving.frontier_file import Curve, FrontierFile, gains_by_load, gains_over, rate_of
 from dspark_lab.serving.recipe import Simulation
 from dspark_lab.serving.sources import RunTraces, Traces
 from dspark_lab.serving.study import MakeScheduler, Scheme, Simulated, simulate_load
@@ -28,7 +28,9 @@ def simulate(parts: Parts) -> Outcome:
     recipe: Simulation = build(config, "simulate")
     hardware: Hardware = build(config, "hardware")
     table, drafter, source = acceptance_of(parts)
-    schemes = schemes_of(parts, recipe, table)
+    lengths = lengths_of(recipe, table, drafter)
+    compared = schemes_of(parts, recipe, table)
+    schemes = [*compared, *lengths.values()]
     points: list[Simulated] = []
     told: list[str] = []
     jobs = [(scheme, number, load) for scheme in schemes for number in recipe.num_gpus for load in recipe.loads]
@@ -42,8 +44,19 @@ def simulate(parts: Parts) -> Outcome:
             told.append(deployments[key].told)
         points.append(simulate_load(scheme, deployments[key], recipe, load))
     setting = setting_of(parts, table, recipe, profile=told[0])
-    curves = [Curve.of(scheme.name, [entry for entry in points if entry.scheme == scheme.name]) for scheme in schemes]
-    written = FrontierFile(setting=setting, source=source, curves=tuple(curves), gains=gains_over(curves))
+
+    def curve(scheme: Scheme) -> Curve:
+        return Curve.of(scheme.name, [entry for entry in points if entry.scheme == scheme.name])
+
+    curves, fixed = [curve(scheme) for scheme in compared], {k: curve(scheme) for k, scheme in lengths.items()}
+    written = FrontierFile(
+        setting=setting,
+        source=source,
+        curves=tuple(curves),
+        gains=gains_over(curves),
+        lengths=tuple(fixed.values()),
+        by_load=gains_by_load(curves, fixed, setting),
+    )
     folder = written.save(parts.run.directory)
     console.print(f"simulate: {told[0]}; points in {folder}")
     for sentence in written.sentences:
@@ -73,20 +86,38 @@ def acceptance_of(parts: Parts) -> tuple[AcceptanceTable, ServedDrafter, str]:
 def schemes_of(parts: Parts, recipe: Simulation, table: AcceptanceTable) -> list[Scheme]:
     """The run's scheduler, then its baselines. Plain decoding is always the one without a drafter."""
     chosen = parts.info.choices["scheduler"]
-    schemes = [] if chosen == "none" else [Scheme(name=chosen, acceptance=table, make_scheduler=maker(parts))]
+    name = f"{chosen} by probability" if confidence_source(parts.config) == "probability" else chosen
+    schemes = [] if chosen == "none" else [Scheme(name=name, acceptance=table, make_scheduler=maker(parts))]
     if chosen == "none" or "none" in recipe.baselines:
         schemes.append(Scheme(name="none", acceptance=None))
     if "mtp1" in recipe.baselines:
         first = table.narrowed(1, name="mtp1")
         schemes.append(Scheme(name="mtp1", acceptance=first, draft_share=recipe.mtp1_draft_share))
+    if chosen != "oracle" and "oracle" in recipe.baselines:
+        schemes.append(Scheme(name="oracle", acceptance=table, make_scheduler=lambda profile: Oracle(hardware=profile)))
     return schemes
+
+
+def lengths_of(recipe: Simulation, table: AcceptanceTable, drafter: ServedDrafter) -> dict[int, Scheme]:
+    """Every fixed length, drafted no longer than it is verified: a drafter of one pass a token then takes fewer passes."""
+    if "fixed" not in recipe.baselines:
+        return {}
+    return {
+        number: Scheme(
+            name=f"fixed {number}",
+            acceptance=table.narrowed(number),
+            draft_share=number / table.width if drafter.num_passes > 1 else 1.0,
+            num_seeds=1,
+        )
+        for number in range(1, table.width + 1)
+    }
 
 
 def maker(parts: Parts) -> MakeScheduler:
     """Builds ``scheduler`` anew for each simulation; a calibrated run's confidences go through its temperatures."""
     calibrated = parts.info.choices["traces"] == "run" and parts.run.calibration.is_file()
-    temperatures = read_temperatures(parts.run.calibration) if calibrated else None
-    return lambda profile: build_scheduler(parts.config, profile, temperatures=temperatures)
+    calibration = parts.run.calibration if calibrated else None
+    return lambda profile: build_scheduler(parts.config, profile, calibration=calibration)
 
 
 def deployed(
@@ -159,5 +190,25 @@ def simulation_metrics(points: Sequence[Simulated], written: FrontierFile, setti
             },
         )
         for gain in written.gains
+    ]
+    found += [
+        metric(
+            f"simulated_gain_{name}",
+            value,
+            origin="simulated",
+            setting={
+                **setting,
+                "scheduler": gain.scheme,
+                "load": gain.load,
+                "num_gpus": gain.num_gpus,
+                "length": length,
+                "rate": rate_of(setting),
+            },
+        )
+        for gain in written.by_load
+        for name, value, length in (
+            ("over_best_length", gain.over_best, gain.best_length),
+            ("over_one_length", gain.over_one, gain.one_length),
+        )
     ]
     return found

@@ -7,8 +7,6 @@ import plotly.graph_objects as go
 from dspark_lab.report.algorithms import DomainLength
 from dspark_lab.report.collect import Reliability
 from dspark_lab.report.comparison import Row, row_labels
-from dspark_lab.report.served import ServedPoint
-from dspark_lab.serving.frontier_file import FrontierFile
 
 # Dark enough for 4.5 : 1 on white, and told apart without colour vision by the marker.
 COLOURS = ("#0b5cad", "#b04a00", "#00705c", "#8a2f7d", "#6b5900", "#4b5563", "#a3123a", "#245b1f")
@@ -20,7 +18,7 @@ INK, SOFT, GRID = "#1f2933", "#5f6b78", "#e3e7ec"
 
 def acceptance_chart(rows: Sequence[Row]) -> go.Figure:
     """Acceptance length by drafter, decode and replay, with 95 % intervals."""
-    figure = _figure("acceptance length (tokens per verify step)", "")
+    figure = blank_figure("acceptance length (tokens per verify step)", "")
     labels = row_labels(rows)
     for offset, (name, symbol) in enumerate((("decode", "circle"), ("replay", "circle-open"))):
         found = [
@@ -54,7 +52,7 @@ def acceptance_chart(rows: Sequence[Row]) -> go.Figure:
 
 def rates_chart(rows: Sequence[Row], *, conditional: bool) -> go.Figure:
     """Acceptance rate per draft position with 95 % intervals, a line a drafter."""
-    figure = _figure("draft position", "acceptance rate" + (", given the prefix" if conditional else ""))
+    figure = blank_figure("draft position", "acceptance rate" + (", given the prefix" if conditional else ""))
     for index, (label, row) in enumerate(zip(row_labels(rows), rows, strict=True)):
         rates = row.conditional_rates if conditional else row.rates
         if not rates:
@@ -65,7 +63,7 @@ def rates_chart(rows: Sequence[Row], *, conditional: bool) -> go.Figure:
             error_y=_error(rates),
             name=label,
             mode="lines+markers",
-            **_style(index),
+            **line_style(index),
             hovertemplate="position %{x}: %{y:.3f}<extra>" + label + "</extra>",
         )
     figure.update_yaxes(range=[0, 1.03], tickformat=".1f")
@@ -78,7 +76,7 @@ def curve_chart(rows: Sequence[Row], names: Sequence[str], *, over: str, axis: s
 
     Runs of one row have its colour; a run that has several rows is drawn once.
     """
-    figure = _figure({"time_s": "training time, minutes", "tokens": "tokens trained on"}[over], axis)
+    figure = blank_figure({"time_s": "training time, minutes", "tokens": "tokens trained on"}[over], axis)
     named: set[str] = set()
     drawn: set[str] = set()
     labels = list(dict.fromkeys(row.label for row in rows))
@@ -92,7 +90,7 @@ def curve_chart(rows: Sequence[Row], names: Sequence[str], *, over: str, axis: s
                 x = () if curve is None else tuple(t / 60 for t in curve.time_s) if over == "time_s" else curve.tokens
                 if curve is None or not x:
                     continue
-                style = _style(labels.index(row.label))
+                style = line_style(labels.index(row.label))
                 style["line"] = style["line"] | {"dash": dash, "width": 2 if len(row.runs) == 1 else 1.3}
                 style["marker"] = style["marker"] | {"size": 8 if len(row.runs) == 1 else 5}
                 legend = {"name": row.label, "legendgroup": row.label, "showlegend": row.label not in named}
@@ -115,11 +113,11 @@ def domains_chart(found: Sequence[DomainLength]) -> go.Figure | None:
     if len(domains) < 2:
         return None
     labels = list(dict.fromkeys(entry.label for entry in found))
-    figure = _figure("acceptance length (tokens per verify step)", "")
+    figure = blank_figure("acceptance length (tokens per verify step)", "")
     for index, label in enumerate(labels):
         entries = [entry for entry in found if entry.label == label]
         offset = (index - (len(labels) - 1) / 2) * 0.7 / len(labels)
-        style = _style(index)
+        style = line_style(index)
         figure.add_scatter(
             x=[entry.value for entry in entries],
             y=[domains.index(entry.domain) + offset for entry in entries],
@@ -138,7 +136,7 @@ def domains_chart(found: Sequence[DomainLength]) -> go.Figure | None:
 
 def reliability_chart(found: Sequence[Reliability]) -> go.Figure:
     """Predicted survival against what was accepted: up to four draft positions; dotted as drafted where calibrated."""
-    figure = _figure("predicted: the first k draft tokens are accepted", "accepted")
+    figure = blank_figure("predicted: the first k draft tokens are accepted", "accepted")
     figure.add_scatter(
         x=[0, 1], y=[0, 1], mode="lines", line={"color": "#8b97a4", "width": 1}, hoverinfo="skip", showlegend=False
     )
@@ -153,7 +151,7 @@ def reliability_chart(found: Sequence[Reliability]) -> go.Figure:
             bars = [bar for bar in all_bars if bar.num_rounds >= MIN_ROUNDS]
             if not bars:
                 continue
-            style = _style(index)
+            style = line_style(index)
             style["line"] = style["line"] | {"dash": dash}
             figure.add_scatter(
                 x=[bar.survival for bar in bars],
@@ -178,7 +176,7 @@ def speed_chart(rows: Sequence[Row]) -> go.Figure | None:
     shown = [(label, row) for label, row in zip(row_labels(rows), rows, strict=True) if row.tokens_per_s]
     if not shown:
         return None
-    figure = _figure("", "tokens/s (loop, batch 1)")
+    figure = blank_figure("", "tokens/s (loop, batch 1)")
     bars = (
         ("plain", "#9aa5b1", [row.plain_tokens_per_s for _, row in shown]),
         ("speculative", COLOURS[0], [row.tokens_per_s for _, row in shown]),
@@ -200,7 +198,7 @@ def speed_chart(rows: Sequence[Row]) -> go.Figure | None:
 
 def calibration_chart(rows: Sequence[Row]) -> go.Figure | None:
     """Calibration error per draft position, before (dotted) and after calibration. None when no run was calibrated."""
-    figure = _figure("draft position", "calibration error of the survival")
+    figure = blank_figure("draft position", "calibration error of the survival")
     runs = {row.label: row.run for row in rows}  # the first seed's; a run that has several rows is drawn once
     for index, (label, run) in enumerate(runs.items()):
         newest = run.metric("calibrated_ece_1")
@@ -209,7 +207,7 @@ def calibration_chart(rows: Sequence[Row]) -> go.Figure | None:
         found = {entry.name: entry for entry in run.results.metrics if entry.setting == newest.setting}
         for name, dash in (("confidence_ece", "dot"), ("calibrated_ece", "solid")):
             entries = [found[f"{name}_{k}"] for k in range(1, 1 + len(found)) if f"{name}_{k}" in found]
-            style = _style(index)
+            style = line_style(index)
             style["line"] = style["line"] | {"dash": dash}
             figure.add_scatter(
                 x=list(range(1, 1 + len(entries))),
@@ -225,60 +223,7 @@ def calibration_chart(rows: Sequence[Row]) -> go.Figure | None:
     return figure if figure.data else None
 
 
-def frontier_chart(frontier: FrontierFile) -> go.Figure:
-    """Simulated output throughput over interactivity, a line a scheme; a point a load, hollow off the frontier."""
-    figure = _figure("simulated tokens/s per user", "simulated output tokens/s per GPU")
-    for index, curve in enumerate(frontier.curves):
-        shown = [record for record in curve.points if record.point]
-        points = [record.point for record in shown if record.point]
-        style = _style(index)
-        symbol = MARKERS[index % len(MARKERS)]
-        symbols = [symbol if record.on_frontier else f"{symbol}-open" for record in shown]
-        style["marker"] = style["marker"] | {"symbol": symbols}
-        figure.add_scatter(
-            x=[point.interactivity for point in points],
-            y=[point.throughput for point in points],
-            customdata=[
-                f"load {record.load:g}, {record.num_gpus} GPUs"
-                + (f"<br>{record.extrapolated}" if record.extrapolated else "")
-                for record in shown
-            ],
-            name=curve.scheme,
-            mode="lines+markers",
-            hovertemplate="%{x:.1f} tokens/s/user, %{y:.1f} tokens/s/GPU<br>%{customdata}<extra>"
-            + curve.scheme
-            + "</extra>",
-            **style,
-        )
-    figure.update_layout(height=420)
-    return figure
-
-
-def served_chart(points: Sequence[ServedPoint]) -> go.Figure | None:
-    """Measured output throughput over interactivity, a line a number of draft tokens, a point a concurrency.
-
-    None where fewer than two points have a speed.
-    """
-    known = [point for point in points if point.tokens_per_s is not None and point.tokens_per_s_per_user is not None]
-    if len(known) < 2:
-        return None
-    figure = _figure("tokens/s per user", "output tokens/s of the engine")
-    for index, scheme in enumerate(dict.fromkeys(point.scheme for point in known)):
-        shown = [point for point in known if point.scheme == scheme]
-        figure.add_scatter(
-            x=[point.tokens_per_s_per_user for point in shown],
-            y=[point.tokens_per_s for point in shown],
-            text=[str(point) for point in shown],
-            name=scheme,
-            mode="lines+markers",
-            hovertemplate="%{text}<extra></extra>",
-            **_style(index),
-        )
-    figure.update_layout(height=420)
-    return figure
-
-
-def _figure(x: str, y: str) -> go.Figure:
+def blank_figure(x: str, y: str) -> go.Figure:
     figure = go.Figure()
     axis = {"gridcolor": GRID, "zeroline": False, "automargin": True, "linecolor": "#8b97a4", "showline": True}
     figure.update_layout(
@@ -296,7 +241,7 @@ def _figure(x: str, y: str) -> go.Figure:
     return figure
 
 
-def _style(index: int) -> dict[str, dict]:
+def line_style(index: int) -> dict[str, dict]:
     colour = COLOURS[index % len(COLOURS)]
     return {
         "line": {"color": colour, "width": 2},

@@ -17,15 +17,15 @@ from dspark_lab.report.charts import (
     calibration_chart,
     curve_chart,
     domains_chart,
-    frontier_chart,
     rates_chart,
     reliability_chart,
-    served_chart,
     speed_chart,
 )
 from dspark_lab.report.collect import Collection, collect, flatten
 from dspark_lab.report.comparison import Row, differing_settings, notes, run_labels
-from dspark_lab.report.study_tables import comparisons_table, domains_table, resources_table, seeds_table
+from dspark_lab.report.predicted import served_table, simulation_of
+from dspark_lab.report.serving_charts import frontier_chart, served_chart
+from dspark_lab.report.study_tables import comparisons_table, domains_table, lengths_table, resources_table, seeds_table
 from dspark_lab.report.table import UNDEFINED, TextTable, comparison_table, missing, rates_table
 from dspark_lab.report.text import markdown, print_comparison
 from dspark_lab.report.verdict import verdict
@@ -72,9 +72,9 @@ def render_html(collection: Collection, *, title: str, question: str | None = No
         for number, frontier in enumerate(together([found for run in collection.runs for found in run.frontiers]))
     }
     served = {
-        f"served_{index}": (label, figure)
+        f"served_{index}": (label, run.served, simulation_of(run.served, run.frontiers))
         for index, (label, run) in enumerate(zip(run_labels(collection.runs), collection.runs, strict=True))
-        if (figure := served_chart(run.served))
+        if run.served
     }
     reliable = {
         f"reliability_{number}": (row.label, row.run.reliability)
@@ -84,7 +84,8 @@ def render_html(collection: Collection, *, title: str, question: str | None = No
     charts = _charts(rows, domains)
     charts |= {name: frontier_chart(frontier) for name, frontier in frontiers.items()}
     charts |= {name: reliability_chart(found) for name, (_, found) in reliable.items()}
-    charts |= {name: figure for name, (_, figure) in served.items()}
+    found = {name: served_chart(points, simulated) for name, (_, points, simulated) in served.items()}
+    charts |= {name: figure for name, figure in found.items() if figure is not None}
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
@@ -104,8 +105,11 @@ def render_html(collection: Collection, *, title: str, question: str | None = No
         rates=rates_table(rows),
         conditional_rates=rates_table(rows, conditional=True),
         notes=notes(collection, rows),
-        served=[(name, label) for name, (label, _) in served.items()],
-        frontiers=list(frontiers.items()),
+        served=[
+            (name, label, served_table(points, simulated), simulated)
+            for name, (label, points, simulated) in served.items()
+        ],
+        frontiers=[(name, frontier, lengths_table(frontier)) for name, frontier in frontiers.items()],
         reliable=[(name, label) for name, (label, _) in reliable.items()],
         examples=[(row.label, row.run.examples) for row in _once(rows) if row.run.examples],
         missing=missing(collection),

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Literal
 
 SERVED_FILE = "serve.json"
+INTERPRETED = "Triton's kernels were interpreted on the CPU"
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPoint:
-    """One combination, measured. ``num_draft_tokens`` 0: no drafter. Speeds are None where kernels were interpreted."""
+    """One combination, measured. ``num_draft_tokens`` 0: no drafter. ``undefined``: why the speeds are None."""
 
     num_draft_tokens: int | Literal["adaptive"]
     concurrency: int
@@ -18,6 +19,8 @@ class ServedPoint:
     tokens_per_s: float | None
     tokens_per_s_per_user: float | None
     time_to_first_token_s: float | None
+    engine: str = ""
+    undefined: str | None = None
 
     @property
     def scheme(self) -> str:
@@ -31,7 +34,8 @@ class ServedPoint:
             "{:.3f} s to the first token": self.time_to_first_token_s,
         }
         told = [text.format(value) for text, value in known.items() if value is not None]
-        return f"{self.scheme}, concurrency {self.concurrency}: {', '.join(told)}"
+        why = f" (no speed: {self.undefined})" if self.undefined else ""
+        return f"{self.scheme}, concurrency {self.concurrency}: {', '.join(told)}{why}"
 
 
 def read_served(folder: Path) -> tuple[ServedPoint, ...]:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dspark_lab.report.algorithms import Comparison, DomainLength
 from dspark_lab.report.comparison import Row, row_labels
 from dspark_lab.report.table import UNDEFINED, TextTable, duration, number
+from dspark_lab.serving.frontier_file import FrontierFile, rate_of
+from dspark_lab.serving.lengths import LoadGain
 
 
 def comparisons_table(found: Sequence[Comparison]) -> TextTable:
@@ -86,3 +88,33 @@ def mebibytes(entry) -> str:
         return UNDEFINED
     size = entry.value / 2**20
     return f"{size / 1024:,.1f} GiB" if size >= 1024 else f"{size:,.0f} MiB"
+
+
+def lengths_table(frontier: FrontierFile) -> TextTable:
+    """Simulated rates load by load: of the best fixed length, of one for all loads, of each scheme; and its gains."""
+    by_place: dict[tuple[float, int], list[LoadGain]] = {}
+    for gain in frontier.by_load:
+        by_place.setdefault((gain.load, gain.num_gpus), []).append(gain)
+    schemes = list(dict.fromkeys(gain.scheme for gain in frontier.by_load))
+    several = len({num_gpus for _, num_gpus in by_place}) > 1
+    cells = []
+    for (load, num_gpus), found in by_place.items():
+        known = {gain.scheme: gain for gain in found}
+        row = [f"{load:g}" + (f", {num_gpus} GPUs" if several else "")]
+        row += [
+            f"{found[0].best_rate:.1f} ({found[0].best_length})",
+            f"{found[0].one_rate:.1f} ({found[0].one_length})",
+        ]
+        for scheme in schemes:
+            gain = known.get(scheme)
+            row += (
+                [UNDEFINED] * 3
+                if gain is None
+                else [f"{gain.rate:.1f}", f"{gain.over_best:.2f}x", f"{gain.over_one:.2f}x"]
+            )
+        cells.append(tuple(row))
+    unit = "tokens/s/GPU" if rate_of(frontier.setting).endswith("gpu") else "tokens/s per user"
+    headers = ["load", f"best fixed length, {unit}", f"one fixed length, {unit}"]
+    for scheme in schemes:
+        headers += [f"{scheme}, {unit}", "over the best", "over the one"]
+    return TextTable(tuple(headers), tuple(cells))

@@ -13,8 +13,8 @@ def verdict(rows: Sequence[Row], compared: Sequence[Comparison] = ()) -> str:
     ranked = [row for row in rows if row.acceptance is not None]
     if not ranked:
         frontiers = together([frontier for row in rows for frontier in row.run.frontiers])
-        found = [sentence for frontier in frontiers for sentence in frontier.sentences]
-        return " ".join(sentence[0].upper() + sentence[1:] for sentence in found) or "No run has been evaluated yet."
+        found = [f"Simulated, {frontier.title}: {' '.join(frontier.headline)}" for frontier in frontiers]
+        return " ".join(found) or "No run has been evaluated yet."
     best = ranked[0]
     assert best.acceptance is not None
     how = "real decoding" if best.decode else "replay"

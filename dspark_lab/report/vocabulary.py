@@ -190,6 +190,16 @@ METRICS: Mapping[str, MetricKind] = {
         "Output tokens/s/GPU of the scheduler's frontier / that of another at the other's point, at the same tokens/s/user; "
         "linear between the scheduler's points.",
     ),
+    "simulated_gain_over_best_length": MetricKind(
+        "ratio",
+        "Rate of the scheduler / that of the best fixed number of draft tokens for the same load (0: no drafter). The rate "
+        "is output tokens/s/GPU of a closed loop, tokens/s per user where arrivals are given.",
+    ),
+    "simulated_gain_over_one_length": MetricKind(
+        "ratio",
+        "The same over one fixed number for all loads, the one with the best product of its rates: part of it is what "
+        "setting the number by the load would gain too.",
+    ),
     # train
     "num_parameters": MetricKind(
         "parameters", "Trained parameters of the drafter (the target's matrices are not its)."

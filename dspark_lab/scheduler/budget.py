@@ -21,8 +21,10 @@ def survivals(confidence: Floats | None, *, scheduler: str) -> Floats:
     """
     if confidence is None:
         raise ValueError(
-            f"scheduler={scheduler} decides by confidences, and this drafter has none: train with drafter=dspark "
-            "drafter.confidence=true, or choose scheduler=fixed"
+            f"scheduler={scheduler} decides by confidences, and there are none of its kind: for a drafter without a "
+            "confidence head set scheduler.confidence=probability, which takes the largest probability of each slot's "
+            "distribution for it (calibrate it: stages=calibrate); or train with drafter=dspark drafter.confidence=true, or "
+            "choose scheduler=fixed"
         )
     return np.multiply.accumulate(confidence, axis=1)
 

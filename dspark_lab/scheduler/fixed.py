@@ -11,7 +11,7 @@ from dspark_lab.validation import checked
 class NoDrafts:
     """Nothing is verified: plain decoding, whatever was drafted. Lossless: every token is the target's own draw."""
 
-    knows_acceptance = False
+    confidence = None
 
     def draft_lengths(self, confidence: Floats | None, load: Load, *, num_draft_tokens: int) -> Ints:
         return np.zeros(load.num_requests, np.int64)
@@ -20,7 +20,7 @@ class NoDrafts:
 class Fixed:
     """The first ``num_verified_tokens`` drafts of each request. Lossless: the length is known before anything is drafted."""
 
-    knows_acceptance = False
+    confidence = None
 
     @checked
     def __init__(self, *, num_verified_tokens: NonNegativeInt) -> None:

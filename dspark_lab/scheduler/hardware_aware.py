@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import PositiveInt
 
 from dspark_lab.hardware.protocol import Floats, HardwareProfile, Ints
+from dspark_lab.records import ConfidenceSource
 from dspark_lab.scheduler.budget import StepCosts, admit, best_budget, first_peak, survivals, throughputs
 from dspark_lab.scheduler.protocol import Load
 from dspark_lab.validation import checked
@@ -32,8 +33,6 @@ class HardwareAware:
     One object serves one sequence of steps: it remembers the last ``staleness`` of them.
     """
 
-    knows_acceptance = False
-
     @checked
     def __init__(
         self,
@@ -42,7 +41,9 @@ class HardwareAware:
         mode: Literal["early_stop", "global_budget"],
         staleness: PositiveInt,
         cost_curve: Literal["convex", "measured"],
+        confidence: ConfidenceSource,
     ) -> None:
+        self.confidence: ConfidenceSource = confidence
         self.mode = mode
         self.costs = StepCosts(hardware, convex=mode == "early_stop" and cost_curve == "convex")
         self.past: deque[tuple[Ints, Floats]] = deque(maxlen=staleness)

@@ -2,7 +2,7 @@
 
 from dspark_lab.hardware.protocol import Floats, HardwareProfile, Ints
 from dspark_lab.scheduler.budget import StepCosts, admit, best_budget, survivals, throughputs
-from dspark_lab.scheduler.protocol import Load
+from dspark_lab.scheduler.protocol import Confidence, Load
 from dspark_lab.validation import checked
 
 
@@ -13,7 +13,7 @@ class Oracle:
     that follows would then be drawn from p, not from the residual. (Greedy text stays the target's own.)
     """
 
-    knows_acceptance = True
+    confidence: Confidence = "acceptance"
 
     @checked
     def __init__(self, *, hardware: HardwareProfile) -> None:

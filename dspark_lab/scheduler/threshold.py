@@ -3,6 +3,7 @@
 import numpy as np
 
 from dspark_lab.hardware.protocol import Floats, Ints
+from dspark_lab.records import ConfidenceSource
 from dspark_lab.scheduler.budget import survivals
 from dspark_lab.scheduler.protocol import Load
 from dspark_lab.validation import checked
@@ -14,11 +15,10 @@ class Threshold:
     Lossless: slot k is judged by confidences 1..k, which are made from the drafts before slot k.
     """
 
-    knows_acceptance = False
-
     @checked
-    def __init__(self, *, survival: float) -> None:
+    def __init__(self, *, survival: float, confidence: ConfidenceSource) -> None:
         self.survival = survival
+        self.confidence: ConfidenceSource = confidence
 
     def draft_lengths(self, confidence: Floats | None, load: Load, *, num_draft_tokens: int) -> Ints:
         return np.add.reduce(survivals(confidence, scheduler="threshold") >= self.survival, axis=1, dtype=np.int64)

@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 from scipy.special import betaincinv, expit, logit
 
 from dspark_lab.hardware.protocol import Floats, Ints
-from dspark_lab.records import Trace
+from dspark_lab.records import ConfidenceSource, Trace
 
 ROUNDS = 200
 """Drawn for each request of a published statistic; a longer request starts again."""
@@ -22,8 +22,8 @@ ROUNDS = 200
 class AcceptanceTable:
     """N rounds of Q requests at full width K: all K drafts were verified, ``accepted`` [N] of them stood.
 
-    ``confidence`` [N, K] is conditional, or None. Request q has ``lengths[q]`` rounds from ``starts[q]``. ``origin``:
-    measured, replayed or published.
+    ``confidence`` and ``top_probability`` [N, K] are conditional, or None. Request q has ``lengths[q]`` rounds from
+    ``starts[q]``. ``origin``: measured, replayed or published.
     """
 
     name: str
@@ -33,6 +33,10 @@ class AcceptanceTable:
     confidence: Floats | None
     starts: Ints
     lengths: Ints
+    top_probability: Floats | None = None
+
+    def confidence_by(self, source: ConfidenceSource | None) -> Floats | None:
+        return {"head": self.confidence, "probability": self.top_probability, None: None}[source]
 
     @property
     def acceptance_length(self) -> float:
@@ -49,9 +53,14 @@ class AcceptanceTable:
                 f"num_draft_tokens={width}, but the rounds of {self.name} were recorded with {self.width} drafts verified: "
                 f"what the target makes of more is not known. Record them wider, or ask for at most {self.width}"
             )
-        confidence = None if self.confidence is None else self.confidence[:, :width]
-        accepted = np.minimum(self.accepted, width)
-        return replace(self, name=name or self.name, width=width, accepted=accepted, confidence=confidence)
+        return replace(
+            self,
+            name=name or self.name,
+            width=width,
+            accepted=np.minimum(self.accepted, width),
+            confidence=None if self.confidence is None else self.confidence[:, :width],
+            top_probability=None if self.top_probability is None else self.top_probability[:, :width],
+        )
 
 
 def from_traces(traces: Sequence[Trace], *, name: str, origin: str, num_draft_tokens: int | None) -> AcceptanceTable:
@@ -77,21 +86,26 @@ def from_traces(traces: Sequence[Trace], *, name: str, origin: str, num_draft_to
             f"(evaluate.num_draft_tokens={width}), or ask for less"
         )
     lengths = np.array([len(trace.steps) for trace in kept])
-    confidence = None
-    if all(step.confidence is not None for step in steps):
-        confidence = np.zeros((len(steps), width))
-        for row, step in zip(confidence, steps, strict=True):
-            found = (step.confidence or ())[:width]
-            row[: len(found)] = found
     return AcceptanceTable(
         name=name,
         origin=origin,
         width=width,
         accepted=np.array([min(step.num_accepted, width) for step in steps]),
-        confidence=confidence,
+        confidence=_estimates([step.confidence for step in steps], width),
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
+        top_probability=_estimates([step.top_probability for step in steps], width),
     )
+
+
+def _estimates(by_step: Sequence[tuple[float, ...] | None], width: int) -> Floats | None:
+    """[N, K], 0 in slots that were not drafted; None where a step has none."""
+    found = np.zeros((len(by_step), width))
+    for row, told in zip(found, by_step, strict=True):
+        if told is None:
+            return None
+        row[: len(told)] = told[:width]
+    return found
 
 
 def solve_bernoulli(acceptance_length: float, num_draft_tokens: int) -> float:

@@ -9,7 +9,7 @@ from dspark_lab.serving.simulator import Limits
 from dspark_lab.serving.workload import Spread, Workload
 from dspark_lab.validation import checked
 
-Baseline = Literal["none", "mtp1"]
+Baseline = Literal["none", "mtp1", "fixed", "oracle"]
 
 
 class Simulation:
@@ -18,7 +18,8 @@ class Simulation:
     num_gpus: one number or several, whose points make one frontier; None: the fewest that hold the target.
     num_requests, batch_tokens: most in one step.
     baselines: *none*: no drafter; *mtp1*: one draft token from a head that takes ``mtp1_draft_share`` of the drafter's
-        time and whose token is accepted as often as the drafter's first.
+        time and whose token is accepted as often as the drafter's first; *fixed*: every fixed length, with the first seed;
+        *oracle*: knows which drafts will be accepted.
     """
 
     @checked

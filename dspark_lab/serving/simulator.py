@@ -198,10 +198,11 @@ class _Engine:
         accepted = table.accepted[index]
         if self.scheduler is None:
             return none + self.width, accepted
-        if self.scheduler.knows_acceptance:
+        if self.scheduler.confidence == "acceptance":
             confidence = (self.slots_up_to_width < accepted[:, None]).astype(float)
         else:
-            confidence = None if table.confidence is None else table.confidence[index]
+            recorded = table.confidence_by(self.scheduler.confidence)
+            confidence = None if recorded is None else recorded[index]
         room = max(self.limits.batch_tokens - len(decoding), 0)
         load = Load(len(decoding), min(num_prefill, room), context, self.request_ids[decoding])
         lengths = self.scheduler.draft_lengths(confidence, load, num_draft_tokens=self.width)

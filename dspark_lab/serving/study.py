@@ -17,12 +17,13 @@ MakeScheduler = Callable[[HardwareProfile], VerifyScheduler | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """One way of serving. ``draft_share``: of the profile's draft time."""
+    """One way of serving. ``draft_share``: of the profile's draft time. ``num_seeds``: the first ones; None: all."""
 
     name: str
     acceptance: AcceptanceTable | None
     make_scheduler: MakeScheduler = lambda profile: None
     draft_share: float = 1.0
+    num_seeds: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ def simulate_load(scheme: Scheme, deployment: Deployment, recipe: Simulation, lo
             duration_s=recipe.duration_s,
             seed=seed,
         )
-        for seed in recipe.seeds
+        for seed in recipe.seeds[: scheme.num_seeds]
     ]
     sizes = [log.largest for log in logs]
     largest = StepShape(

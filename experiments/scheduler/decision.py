@@ -67,7 +67,7 @@ def main() -> None:
         return lambda step: scheduler.draft_lengths(steps[step % 16], load, num_draft_tokens=num_slots)
 
     def aware(mode) -> HardwareAware:
-        return HardwareAware(hardware=hardware, mode=mode, staleness=2, cost_curve="convex")
+        return HardwareAware(hardware=hardware, mode=mode, staleness=2, cost_curve="convex", confidence="head")
 
     changing = aware("global_budget")
     loads = [Load(num_requests, 0, 2048 * num_requests, np.arange(first, first + num_requests)) for first in range(16)]
@@ -84,7 +84,7 @@ def main() -> None:
             np.cumprod(steps[step % 16], 1), survivals[(step - 2) % 16], costs
         ),
         "fixed": under(Fixed(num_verified_tokens=3)),
-        "threshold": under(Threshold(survival=0.3)),
+        "threshold": under(Threshold(survival=0.3, confidence="head")),
         "hardware_aware, early_stop": under(aware("early_stop")),
         "hardware_aware, global_budget": under(aware("global_budget")),
         "hardware_aware, global_budget, a request ends in every step": other_requests,

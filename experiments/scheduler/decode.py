@@ -117,6 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--timed", type=int, nargs="+", help="batches whose steps are timed; without it --batches")
     parser.add_argument("--prompts", type=int, default=16, help="per way of decoding, and at least one batch")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
@@ -127,13 +128,16 @@ def main() -> None:
     parts = Parts(config, Run(options.run.name, options.run, ""), info, Place.of())
     drafter, _ = trained(parts)
     prompts = [prompt_only(conversation).token_ids for conversation in parts.tokenized["evaluation"]]
-    profile = measure(parts.target, drafter, max(prompts, key=len), options.batches)
+    profile = measure(parts.target, drafter, max(prompts, key=len), options.timed or options.batches)
     rounds = read_traces(parts.run.traces, origin="replayed")
     table = from_traces(rounds, name="replay", origin="replayed", num_draft_tokens=drafter.num_draft_tokens)
     temperatures = read_temperatures(parts.run.calibration)
 
     def aware(mode) -> Calibrated:
-        return Calibrated(HardwareAware(hardware=profile, mode=mode, staleness=2, cost_curve="convex"), temperatures)
+        return Calibrated(
+            HardwareAware(hardware=profile, mode=mode, staleness=2, cost_curve="convex", confidence="head"),
+            temperatures,
+        )
 
     ways = {
         "plain": (None, NoDrafts),

@@ -24,7 +24,7 @@ def schedulers() -> dict:
         "global budget": ("global_budget", "measured"),
     }
     made = {
-        name: HardwareAware(hardware=V4_FLASH, mode=mode, staleness=2, cost_curve=curve)  # pyright: ignore[reportArgumentType]
+        name: HardwareAware(hardware=V4_FLASH, mode=mode, staleness=2, cost_curve=curve, confidence="head")  # pyright: ignore[reportArgumentType]
         for name, (mode, curve) in aware.items()
     }
     return {**made, "oracle": Oracle(hardware=V4_FLASH)}
@@ -44,7 +44,7 @@ def rates(num_requests: int) -> dict[str, tuple[float, float]]:
         load = Load(num_requests, request_ids=ids)
         lengths = {
             name: scheduler.draft_lengths(
-                truth if scheduler.knows_acceptance else confidence, load, num_draft_tokens=NUM_SLOTS
+                truth if scheduler.confidence == "acceptance" else confidence, load, num_draft_tokens=NUM_SLOTS
             )
             for name, scheduler in made.items()
         }

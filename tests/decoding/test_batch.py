@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,13 +26,19 @@ from dspark_lab.scheduler.threshold import Threshold
 from dspark_lab.target.protocol import VerifyOutput
 
 STEEP = Curve((0, 4096), (0.004, 4.1), draft_s=0.001)
+
+
+def aware(mode, confidence="head"):
+    return HardwareAware(hardware=STEEP, mode=mode, staleness=2, cost_curve="convex", confidence=confidence)
+
+
 SCHEDULERS = {
     "none": lambda: NoDrafts(),
     "fixed": lambda: Fixed(num_verified_tokens=2),
     "whole": lambda: Fixed(num_verified_tokens=4),
-    "threshold": lambda: Threshold(survival=0.3),
-    "early_stop": lambda: HardwareAware(hardware=STEEP, mode="early_stop", staleness=2, cost_curve="convex"),
-    "global_budget": lambda: HardwareAware(hardware=STEEP, mode="global_budget", staleness=2, cost_curve="convex"),
+    "threshold": lambda: Threshold(survival=0.3, confidence="head"),
+    "early_stop": lambda: aware("early_stop"),
+    "global_budget": lambda: aware("global_budget"),
 }
 GREEDY = Sampling(max_new_tokens=24)
 PROMPTS = [torch.tensor(ids) for ids in ((1, 2), (3, 1, 4), (2, 2, 2, 2), (4, 1), (1, 1, 3))]
@@ -167,6 +174,27 @@ def test_argmax_drafts_leave_the_sampled_texts_alone():
     assert chi_square_p_value(counts, sequence_probabilities(SMALL, (1, 2), SAMPLING)) > 1e-3
 
 
+def test_a_drafter_without_a_head_is_scheduled_by_its_probabilities_if_that_is_chosen():
+    table = random_table(8, seed=3, eos_bias=-50.0)
+
+    class Headless(TableDrafter):
+        def propose(self, context, **options):
+            return replace(super().propose(context, **options), confidence=None)
+
+    def lengths(drafter, confidence):
+        found = decode_batch(
+            ToyBatchVerifier(table), drafter, PROMPTS, scheduler=aware("early_stop", confidence), num_draft_tokens=4,
+            sampling=Sampling(temperature=1.0, max_new_tokens=24), eos_token_ids=(EOS,),
+            generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        return [step.num_draft_tokens for each in found for step in each.steps]
+
+    # The toy's head says just that probability.
+    assert lengths(Headless(table), "probability") == lengths(TableDrafter(table), "head")
+    with pytest.raises(ValueError, match=r"set scheduler\.confidence=probability"):
+        lengths(Headless(table), "head")
+
+
 def test_the_oracle_cannot_decode():
     with pytest.raises(ValueError, match="simulate it"):
         decode_batch(
@@ -179,6 +207,8 @@ def test_the_load_names_requests_and_counts_their_context():
     seen = []
 
     class Watching(NoDrafts):
+        confidence = "head"
+
         def draft_lengths(self, confidence, load, *, num_draft_tokens):
             seen.append((load.num_requests, load.num_context_tokens, load.request_ids.tolist()))
             assert confidence.shape == (load.num_requests, num_draft_tokens) and confidence.dtype == np.float64

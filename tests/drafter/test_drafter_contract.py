@@ -162,8 +162,10 @@ def test_greedy_proposal_is_the_argmax_of_the_training_graph(name: str, vocabula
         proposal = drafter.propose(context_of(sample, anchor=anchor), num_draft_tokens=steps, sampling=GREEDY)
         assert proposal.probabilities is None
         output = in_training_graph(drafter, sample, anchor, proposal.token_ids)
-        drafted = drafter.vocabulary.to_target(logits_of(drafter, output)[0].argmax(-1))
-        assert proposal.token_ids.tolist() == drafted.tolist()
+        logits = logits_of(drafter, output)[0]
+        assert proposal.token_ids.tolist() == drafter.vocabulary.to_target(logits.argmax(-1)).tolist()
+        assert proposal.top_probability is not None
+        assert_close(proposal.top_probability, logits.softmax(-1).amax(-1))
 
 
 @EVERY_DRAFTER
@@ -187,6 +189,8 @@ def test_forced_proposal_has_the_distributions_of_the_training_graph(name: str, 
         q = probabilities(logits_of(drafter, output)[0], SAMPLED)
         assert proposal.probabilities is not None
         assert_close(proposal.probabilities[:, drafter.vocabulary.draft_to_target], q)
+        assert proposal.top_probability is not None
+        assert_close(proposal.top_probability, q.amax(-1))  # of the slot's distribution, whatever is drawn from it
 
 
 @EVERY_DRAFTER

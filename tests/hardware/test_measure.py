@@ -23,6 +23,8 @@ def small(**changes: object) -> Grid:
         "num_context_tokens": [8, 24],
         "warmups": 1,
         "repeats": 3,
+        "endpoints": [],
+        "num_gpus": 1,
     }
     return Grid(**{**facts, **changes})  # pyright: ignore
 

@@ -13,6 +13,9 @@ from test_smoke import call
 from dspark_lab.checkpoint.engines import cpu_faults
 from dspark_lab.cluster.vllm import VllmServer
 from dspark_lab.evaluation.engine import ARGUMENTS, DRAFTING_ARGUMENTS
+from dspark_lab.hardware.engine import measure_engine_steps
+from dspark_lab.hardware.measure import Grid
+from dspark_lab.pipeline.profile import num_draft_tokens_of
 from dspark_lab.records import Metric
 from dspark_lab.report.results import read_results
 from dspark_lab.report.served import read_served
@@ -76,6 +79,12 @@ def test_a_server_that_runs_already_takes_our_steps_and_agrees_when_sampling(fol
     target = str(ASSETS / "tiny")
     with VllmServer(folder=folder, model=target, arguments=arguments, on_cpu=on_cpu, interpret=on_cpu) as server:
         stages = ["stages=[regenerate,serve]", f"serve.endpoint={server.url}"]
+        grid = Grid(
+            num_requests=(2,), num_tokens=(1,), num_prefill_tokens=(), num_context_tokens=(16,), warmups=0, repeats=1,
+            endpoints=(), num_gpus=1,
+        )  # fmt: skip
+        (step,) = measure_engine_steps(server, grid, num_draft_tokens=8, vocab_size=128, seed=0)
+        assert num_draft_tokens_of(server) == 8 and step.num_tokens == 18 and step.repeats >= 3
         sampled_then_greedy = call(folder, "-m", *SMALL, *DSPARK, *stages, "evaluate.temperature=1.0,0.0").stdout
     metrics = check_steps(run, sampled_then_greedy)
     assert (metrics["served_tokens_per_s"].value is None) == on_cpu  # interpreted kernels say nothing about speed

@@ -1,6 +1,7 @@
 """What stages=calibrate reads, writes and refuses."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,13 +42,32 @@ def parts_of(tmp_path, *overrides, traces, origin="replayed", temperature=0.0):
     known = {"temperature": temperature, "num_draft_tokens": 2}
     measured = metric("acceptance_length", 2.0, origin=origin, setting=known)
     update_results(tmp_path, run=info, stage=StageRecord("evaluate", 1.0), metrics=[measured])
-    return SimpleNamespace(run=run, calibration=build(config, "calibrate"))
+    return SimpleNamespace(run=run, calibration=build(config, "calibrate"), config=config)
 
 
 def test_it_comes_after_evaluate_and_not_by_default():
     assert requested_stages(["export", "calibrate", "evaluate"]) == ["evaluate", "calibrate", "export"]
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         assert "calibrate" not in compose("config").stages
+
+
+def without_a_head(traces):
+    return [replace(trace, steps=tuple(replace(step, confidence=None, top_probability=step.confidence)
+                                       for step in trace.steps)) for trace in traces]  # fmt: skip
+
+
+def test_probabilities_in_place_of_a_heads_confidences(tmp_path):
+    for name in ("head", "probability"):
+        (tmp_path / name).mkdir()
+    by_head = parts_of(tmp_path / "head", traces=overconfident())
+    by_probability = parts_of(
+        tmp_path / "probability", "scheduler.confidence=probability", traces=without_a_head(overconfident())
+    )
+    _, metrics = calibrate(by_probability)
+    assert {entry.setting["confidence"] for entry in metrics} == {"probability"}
+    calibrate(by_head)
+    found = read_temperatures(by_probability.run.calibration, "probability")
+    assert found.tolist() == read_temperatures(by_head.run.calibration).tolist()
 
 
 def test_what_it_leaves_behind(tmp_path):

@@ -22,14 +22,14 @@ from dspark_lab.report.vocabulary import metric
 from dspark_lab.serving.frontier_file import FrontierFile, together
 
 SHORT = ("simulate.loads=[1,4]", "simulate.duration_s=12", "simulate.warmup_s=3", "simulate.seeds=[1]",
-         "simulate.prompt_tokens=100", "simulate.output_tokens=50")  # fmt: skip
+         "simulate.prompt_tokens=100", "simulate.output_tokens=50", "simulate.baselines=[none,mtp1]")  # fmt: skip
 PUBLISHED = ("hardware=gb300_nvl72", "target=kimi_k3", "traces=published/kimi_k3", *SHORT)
 
 
 class WhileItPays:
     """A scheduler that looks at step times, as small as can be."""
 
-    knows_acceptance = False
+    confidence = "head"
 
     def __init__(self, *, hardware: HardwareProfile) -> None:
         assert hardware.draft_time_s(num_requests=1) > 0
@@ -54,8 +54,11 @@ def parts(folder: Path, *overrides: str, scheduler: dict[str, Any] | None = None
     )
 
 
-def recorded(folder: Path, *, width: int = 4) -> None:
-    steps = tuple(VerifyStep(k, width, k % (width + 1), (0.8,) * width) for k in range(40))
+def recorded(folder: Path, *, width: int = 4, head: bool = True) -> None:
+    sure = (0.8,) * width
+    steps = tuple(
+        VerifyStep(k, width, k % (width + 1), sure if head else None, top_probability=sure) for k in range(40)
+    )
     save_traces(folder / "traces.jsonl", {"measured": [Trace(name, "sums", steps, 100) for name in "ab"]})
 
 
@@ -126,6 +129,39 @@ def test_a_calibrated_run_schedules_by_its_temperatures(tmp_path: Path) -> None:
         if entry.name == "simulated_acceptance_length" and entry.setting["scheduler"] == "threshold"
     ]
     assert lengths and all(value is not None and value <= 2 for value in lengths)
+
+
+def test_gains_by_load_are_told_twice_and_beside_the_oracle(tmp_path: Path) -> None:
+    overrides = ("scheduler=hardware_aware", "simulate.baselines=[none,fixed,oracle]", "traces.num_draft_tokens=4",
+                 "traces.acceptance_lengths={math:3.2}", "simulate.loads=[1,16]")  # fmt: skip
+    record, metrics = simulate(parts(tmp_path, *PUBLISHED, *overrides, name="hardware_aware"))
+    assert record["num_in"] == 2 * 7
+    (found,) = FrontierFile.load_all(tmp_path)
+    assert [curve.scheme for curve in found.curves] == ["hardware_aware", "none", "oracle"]
+    assert [curve.scheme for curve in found.lengths] == ["fixed 1", "fixed 2", "fixed 3", "fixed 4"]
+    ours, truth = ([gain for gain in found.by_load if gain.scheme == name] for name in ("hardware_aware", "oracle"))
+    assert [gain.load for gain in ours] == [gain.load for gain in truth] == [1, 16]
+    for gain, bound in zip(ours, truth, strict=True):
+        assert gain.best_rate >= gain.one_rate and gain.over_best <= gain.over_one
+        assert gain.over_best > 0.95 and bound.over_best > gain.over_best
+    told = {(entry.name, entry.setting["load"]) for entry in metrics if entry.name.startswith("simulated_gain_over")}
+    assert told == {(f"simulated_gain_over_{kind}_length", load) for kind in ("best", "one") for load in (1, 16)}
+    assert any("the best fixed length of each load (" in sentence for sentence in found.sentences)
+    assert any("oracle, which knows what will be accepted, gives" in sentence for sentence in found.sentences)
+
+
+def test_probabilities_schedule_a_drafter_without_a_head(tmp_path: Path) -> None:
+    recorded(tmp_path, head=False)
+    common = (*SHORT, "target=smollm2_135m", "traces.num_parameters=1000", "scheduler=threshold")
+    with pytest.raises(ValueError, match=r"set scheduler\.confidence=probability"):
+        simulate(parts(tmp_path, *common))
+    _, metrics = simulate(parts(tmp_path, *common, "scheduler.confidence=probability", name="threshold"))
+    lengths = {
+        entry.setting["scheduler"]: entry.value
+        for entry in metrics
+        if entry.name == "simulated_verified_tokens_per_step"
+    }
+    assert lengths["threshold by probability"] == 4  # 0.8 to the fourth is above 0.3
 
 
 def test_equal_seeds_give_equal_files(tmp_path: Path) -> None:

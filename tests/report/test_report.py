@@ -12,16 +12,18 @@ from synthetic_runs import DRAFTERS, make_run
 from dspark_lab.evaluation.acceptance import acceptance_metrics
 from dspark_lab.records import Trace, VerifyStep
 from dspark_lab.report.algorithms import algorithm_rows
-from dspark_lab.report.charts import calibration_chart, served_chart
+from dspark_lab.report.charts import calibration_chart
 from dspark_lab.report.collect import collect
 from dspark_lab.report.comparison import comparison_rows, notes
 from dspark_lab.report.html import render_html, write_report
 from dspark_lab.report.results import RESULTS_FILE, StageRecord, read_results, update_results
 from dspark_lab.report.served import SERVED_FILE, ServedPoint
+from dspark_lab.report.serving_charts import served_chart
 from dspark_lab.report.table import comparison_table, rates_table, training_table
 from dspark_lab.report.text import markdown
 from dspark_lab.report.verdict import verdict
 from dspark_lab.report.vocabulary import metric
+from dspark_lab.serving.frontier_file import Curve, FrontierFile, PointRecord
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +213,14 @@ def test_a_served_frontier_is_drawn_beside_its_baseline(tmp_path):
         "no drafter": ((46.0, 44.0), (46.0, 176.0)),
     }
     assert 'id="chart-served_0"' in render_html(collect([run]), title="t")
+    simulated = {"tokens_per_s_per_user": 50.0, "output_tokens_per_s": 50.0, "acceptance_length": 1.0}
+    simulated |= {"output_tokens_per_s_per_gpu": 50.0}
+    setting = {"hardware": "measured", "target": "t", "traces": "run", "acceptance": "measured", "arrivals": "closed"}
+    setting |= {"step_times": "here", "prompt_tokens": 9, "output_tokens": 9, "spread": "constant"}
+    curve = Curve("none", (PointRecord(1, 1, True, None, simulated),))
+    FrontierFile(setting=setting, source="this run", curves=(curve,), gains=()).save(run)
+    page = render_html(collect([run]), title="t")
+    assert '"no drafter, simulated"' in page and "Error = simulated / measured" in page and "<td>+9%</td>" in page
     # Interpreted kernels have no speed.
     assert served_chart([replace(point, tokens_per_s=None) for point in points]) is None
 

@@ -27,11 +27,13 @@ from dspark_lab.scheduler.threshold import Threshold
 
 
 def early_stop(hardware, cost_curve="convex"):
-    return HardwareAware(hardware=hardware, mode="early_stop", staleness=2, cost_curve=cost_curve)
+    return HardwareAware(hardware=hardware, mode="early_stop", staleness=2, cost_curve=cost_curve, confidence="head")
 
 
 def global_budget(hardware, staleness=2):
-    return HardwareAware(hardware=hardware, mode="global_budget", staleness=staleness, cost_curve="convex")
+    return HardwareAware(
+        hardware=hardware, mode="global_budget", staleness=staleness, cost_curve="convex", confidence="head"
+    )
 
 
 def loaded(num_requests, **others):
@@ -53,7 +55,7 @@ STEEP = Curve((0, 4096), (0.002, 4.098), draft_s=0.001)  # a millisecond a token
 CAUSAL = {
     "none": lambda: NoDrafts(),
     "fixed": lambda: Fixed(num_verified_tokens=3),
-    "threshold": lambda: Threshold(survival=0.4),
+    "threshold": lambda: Threshold(survival=0.4, confidence="head"),
     "early_stop": lambda: early_stop(STEEP),
     "early_stop measured": lambda: early_stop(STEEP, "measured"),
     "global_budget": lambda: global_budget(STEEP),
@@ -133,7 +135,7 @@ def test_the_papers_counterexample(method):
     for scheduler in (
         early_stop(curve, "measured"),
         early_stop(curve),
-        Threshold(survival=0.75),
+        Threshold(survival=0.75, confidence="head"),
         Fixed(num_verified_tokens=1),
     ):
         decide = lambda rows, scheduler=scheduler: lengths_of(scheduler, rows)[0]  # noqa: E731
@@ -185,27 +187,29 @@ def test_closed_forms():
         assert lengths_of(scheduler(free), confidence) == [7] * 8
         assert lengths_of(scheduler(dear), confidence) == [0] * 8
     assert lengths_of(early_stop(free, "measured"), confidence) == [7] * 8
-    assert lengths_of(Threshold(survival=0.0), confidence) == [7] * 8
-    assert lengths_of(Threshold(survival=1.1), confidence) == [0] * 8
+    assert lengths_of(Threshold(survival=0.0, confidence="head"), confidence) == [7] * 8
+    assert lengths_of(Threshold(survival=1.1, confidence="head"), confidence) == [0] * 8
     assert lengths_of(NoDrafts(), confidence) == [0] * 8
     for scheduler in (
         early_stop(V4_FLASH),
         global_budget(V4_FLASH),
         Oracle(hardware=V4_FLASH),
-        Threshold(survival=0.2),
+        Threshold(survival=0.2, confidence="head"),
     ):
         assert lengths_of(scheduler, np.ones((4, 0))) == [0] * 4
 
 
 def test_the_threshold_is_of_the_survival():
-    assert lengths_of(Threshold(survival=0.5), [[0.8, 0.7, 0.8], [0.4, 1.0, 1.0], [1.0, 1.0, 0.5]]) == [2, 0, 3]
+    assert lengths_of(
+        Threshold(survival=0.5, confidence="head"), [[0.8, 0.7, 0.8], [0.4, 1.0, 1.0], [1.0, 1.0, 0.5]]
+    ) == [2, 0, 3]
 
 
 def test_the_oracle_verifies_nothing_in_vain():
     truth = np.array([[1, 1, 0, 0], [0, 1, 1, 1], [1, 1, 1, 1]])  # what comes after a rejection does not count
     assert lengths_of(Oracle(hardware=Curve((0, 64), (0.01, 0.011))), truth) == [2, 0, 4]
     assert lengths_of(Oracle(hardware=Curve((0, 4, 64), (0.01, 0.01, 1.0))), truth) == [1, 0, 0]
-    assert Oracle(hardware=V4_FLASH).knows_acceptance
+    assert Oracle(hardware=V4_FLASH).confidence == "acceptance"
 
 
 def test_admission_takes_the_most_likely_tokens():
@@ -331,7 +335,10 @@ def test_costs_are_remembered_by_load():
 @pytest.mark.parametrize(
     ("scheduler", "says"),
     [
-        (Threshold(survival=0.5), "scheduler=threshold decides by confidences.*drafter.confidence=true"),
+        (
+            Threshold(survival=0.5, confidence="head"),
+            "scheduler=threshold decides by confidences.*set scheduler.confidence=probability.*drafter.confidence=true",
+        ),
         (early_stop(V4_FLASH), "scheduler=hardware_aware decides by confidences.*scheduler=fixed"),
         (Oracle(hardware=V4_FLASH), "scheduler=oracle"),
     ],
@@ -372,17 +379,27 @@ def test_every_option_builds(overrides, made):
     assert len(lengths_of(scheduler, np.full((2, 7), 0.8))) == 2
 
 
-def test_calibrated_confidences_reach_the_scheduler():
+def test_calibrated_confidences_reach_the_scheduler(tmp_path):
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        config = compose("config", ["scheduler=threshold", "scheduler.survival=0.7"])
+        config, other = (
+            compose("config", ["scheduler=threshold", "scheduler.survival=0.7", f"scheduler.confidence={source}"])
+            for source in ("head", "probability")
+        )
     confidence = np.array([[0.9, 0.9]])  # at temperature 2: 0.75 each
     assert lengths_of(build_scheduler(config, V4_FLASH), confidence) == [2]
-    assert lengths_of(build_scheduler(config, V4_FLASH, temperatures=np.full(2, 2.0)), confidence) == [1]
+    calibration = tmp_path / "calibration.json"
+    calibration.write_text('{"temperatures": [2.0, 2.0], "setting": {"confidence": "head"}}')
+    assert lengths_of(build_scheduler(config, V4_FLASH, calibration=calibration), confidence) == [1]
+    with pytest.raises(ValueError, match=r"calibrates scheduler\.confidence=head.*do stages=calibrate again"):
+        build_scheduler(other, V4_FLASH, calibration=calibration)
     truth = Calibrated(Oracle(hardware=Curve((0, 64), (0.01, 0.01))), np.full(2, 8.0))
-    assert truth.knows_acceptance and lengths_of(truth, [[1.0, 0.0]]) == [1]  # the truth needs no calibration
+    assert truth.confidence == "acceptance" and lengths_of(truth, [[1.0, 0.0]]) == [1]  # the truth needs no calibration
 
 
-@pytest.mark.parametrize("override", ["scheduler.staleness=0", "scheduler.mode=greedy", "scheduler.cost_curve=flat"])
+@pytest.mark.parametrize(
+    "override",
+    ["scheduler.staleness=0", "scheduler.mode=greedy", "scheduler.cost_curve=flat", "scheduler.confidence=entropy"],
+)
 def test_a_wrong_setting_is_refused_with_its_key(override):
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = compose("config", [override])

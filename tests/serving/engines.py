@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from dspark_lab.hardware.protocol import Floats, Ints, StepShape
+from dspark_lab.records import ConfidenceSource
 from dspark_lab.scheduler.protocol import Load
 from dspark_lab.serving.acceptance import AcceptanceTable, synthesize
 from dspark_lab.serving.log import Log
@@ -31,7 +32,7 @@ class Linear:
 @dataclass(frozen=True)
 class FixedLength:
     length: int
-    knows_acceptance: bool = False
+    confidence: ConfidenceSource | None = None
 
     def draft_lengths(self, confidence: Floats | None, load: Load, *, num_draft_tokens: int) -> Ints:
         return np.full(load.num_requests, self.length)

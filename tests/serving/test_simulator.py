@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from engines import FixedLength, Linear, accepting, run, workload
 from dspark_lab.hardware.protocol import Floats, Ints
 from dspark_lab.hardware.served import Capacity
 from dspark_lab.hardware.table import MeasuredHardware, TableProfile
+from dspark_lab.records import ConfidenceSource
 from dspark_lab.scheduler.protocol import Load
 from dspark_lab.serving.log import Log
 from dspark_lab.serving.metrics import serving_metrics
@@ -110,7 +112,7 @@ def test_littles_law(arrivals: str, load: float) -> None:
 class Confident:
     """Verifies what it is more than half sure of."""
 
-    knows_acceptance: bool = False
+    confidence: ConfidenceSource | None = "head"
 
     def draft_lengths(self, confidence: Floats | None, load: Load, *, num_draft_tokens: int) -> Ints:
         assert confidence is not None
@@ -148,7 +150,7 @@ def test_where_a_token_costs_a_step_none_is_best() -> None:
 
 @dataclass
 class Knowing:
-    knows_acceptance: bool = True
+    confidence: Literal["acceptance"] = "acceptance"
 
     def draft_lengths(self, confidence: Floats | None, load: Load, *, num_draft_tokens: int) -> Ints:
         assert confidence is not None
