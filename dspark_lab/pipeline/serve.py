@@ -9,7 +9,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from dspark_lab.checkpoint.description import format_of
-from dspark_lab.checkpoint.engines import unservable_adaptively, unservable_options
+from dspark_lab.checkpoint.engines import unservable_adaptively, unservable_on_cpu, unservable_options
 from dspark_lab.checkpoint.export import RUN_CARD
 from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
 from dspark_lab.checkpoint.warm_start import load_weights
@@ -41,8 +41,11 @@ def refuse_unservable(parts: Parts) -> None:
         parts.target.spec.rope_parameters,
         reduced=parts.config.data.draft_vocab_size is not None,
     )
+    on_cpu = resolve_device("auto").type == "cpu"
+    if on_cpu and parts.serving.endpoint is None:
+        said += unservable_on_cpu(options)
     if "adaptive" in parts.serving.others:
-        said += unservable_adaptively(algorithm, on_cpu=resolve_device("auto").type == "cpu")
+        said += unservable_adaptively(algorithm, on_cpu=on_cpu)
     if said:
         raise ValueError(f"{'; '.join(said)}. Or leave serve out of stages, or try it with export.force=true")
 
