@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_lab.evaluation.calibration import CALIBRATION_FILE
-from dspark_lab.evaluation.traces import TRACES_FILE
+from dspark_lab.evaluation.traces import GATE_TRACES_FILE, TRACES_FILE
 from dspark_lab.progress import console
 from dspark_lab.records import content_hash
 
@@ -73,6 +73,11 @@ class Run:
     @property
     def traces(self) -> Path:
         return self.directory / TRACES_FILE
+
+    @property
+    def gate_traces(self) -> Path:
+        """Replayed as the deployment drafts and verifies, where that is not as evaluated."""
+        return self.directory / GATE_TRACES_FILE
 
     @property
     def calibration(self) -> Path:

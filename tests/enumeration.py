@@ -72,24 +72,30 @@ def verdict_law(world: World, *, method: str, lengths: Tensor) -> tuple[Tensor, 
     return accept * later, rest / rest.sum(-1, keepdim=True).clamp_min(1e-300)
 
 
-def emitted_texts(world: World, *, method: str, lengths: Tensor, complete: bool = True):
-    """Probability of every text of K + 1 tokens [V] * (K + 1), what follows a verdict drawn from the target.
+def emitted_texts(world: World, *, method: str, lengths: Tensor) -> Tensor:
+    """Probability of every text of K + 1 tokens [V] * (K + 1), what follows a verdict drawn from the target."""
+    return texts_and_accepted(world, method=method, lengths=lengths).sum(-1).float()
 
-    Without ``complete``: of what the verdicts alone emitted, {tokens: probability}.
-    """
+
+def texts_and_accepted(world: World, *, method: str, lengths: Tensor) -> Tensor:
+    """Probability of every text *and* of n accepted drafts: [V] * (K + 1) + [K + 1]."""
+    total = torch.zeros(*[world.vocab_size] * (world.num_slots + 1), world.num_slots + 1, dtype=torch.float64)
+    for text, chance in verdict_texts(world, method=method, lengths=lengths).items():
+        total[(*text, ..., len(text) - 1)] += chance * _continuations(world, text)
+    return total
+
+
+def verdict_texts(world: World, *, method: str, lengths: Tensor) -> dict[tuple[int, ...], float]:
+    """Probability of what the verdicts alone emit: {tokens: probability}."""
     count, bonus = verdict_law(world, method=method, lengths=lengths)
     chances = world.path_probabilities()
-    texts, total = defaultdict(float), torch.zeros((world.vocab_size,) * (world.num_slots + 1), dtype=torch.float64)
+    texts = defaultdict(float)
     for row, path in enumerate(world.paths.tolist()):
         for accepted, token in itertools.product(range(world.num_slots + 1), range(world.vocab_size)):
             chance = float(chances[row] * count[row, accepted] * bonus[row, accepted, token])
             if chance > 0:
                 texts[(*path[:accepted], token)] += chance
-    if not complete:
-        return texts
-    for text, chance in texts.items():
-        total[text] += chance * _continuations(world, text)
-    return total.float()
+    return texts
 
 
 def accepted_tokens(world: World, *, method: str) -> float:

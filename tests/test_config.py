@@ -202,14 +202,11 @@ def test_every_command_of_the_readme_composes(command: list[str]) -> None:
     ("overrides", "says"),
     [
         (["evaluate.verification=block"], r"evaluate: verification=block with temperature=0\.0: .*verification=token"),
-        (["evaluate.verification=block", "evaluate.temperature=1"], r"block with mode=replay: .*set mode=decode"),
         (["evaluate.verification=blok"], r"evaluate\.verification='blok'"),
     ],
 )
 def test_a_verification_that_could_not_take_effect_is_refused(overrides: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         build(composed(*overrides), "evaluate")
-    recipe = build(
-        composed("evaluate.verification=block", "evaluate.temperature=1", "evaluate.mode=decode"), "evaluate"
-    )
+    recipe = build(composed("evaluate.verification=block", "evaluate.temperature=1"), "evaluate")
     assert recipe.verification == "block"

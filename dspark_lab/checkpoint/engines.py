@@ -53,6 +53,13 @@ def unservable_options(
     return said
 
 
+def unservable_on_cpu(options: Mapping[str, Any]) -> list[str]:
+    """The same of a vLLM that is started on a CPU."""
+    if "kv_lora_rank" not in (options.get("attention") or {}):
+        return []
+    return [f"latent attention: vLLM {VLLM_VERSION}'s kernels of such layers need a GPU"]
+
+
 def unservable_adaptively(algorithm: str, *, on_cpu: bool) -> list[str]:
     """Why vLLM cannot choose how many drafts to verify (``enable_adaptive_verification``)."""
     said = []

@@ -1,16 +1,11 @@
-"""What one command does on the machine it is typed on: run, render a job and stop, or say what is missing."""
+"""What one command does on the machine it is typed on: run, write a job, or say what is missing (docs/gb300.md)."""
 
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from dspark_lab.nothere import Missing
-
-Decision = Literal["run", "render", "plan"]
-"""*run*: here and now. *render*: write the job's script, print the plan and how to submit it. *plan*: print the plan and
-what is missing, exit code 3."""
 
 ANYWHERE = frozenset({"plan", "doctor", "simulate", "report"})  # stages that need no cluster
 
@@ -28,31 +23,31 @@ class Scheduler:
         environment: Mapping[str, str] = os.environ,
         which: Callable[[str], str | None] = shutil.which,
     ) -> "Scheduler":
-        inside = "SLURM_JOB_ID" in environment
+        told = environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES") or 1
         return cls(
-            num_nodes=int(environment.get("SLURM_JOB_NUM_NODES", "1")) if inside else 0,
+            num_nodes=int(told) if "SLURM_JOB_ID" in environment else 0,
             can_submit=which("sbatch") is not None,
         )
 
 
-def decide(
-    stages: Sequence[str], *, cluster: str, num_nodes: int, scheduler: Scheduler
-) -> tuple[Decision, Sequence[Missing]]:
-    """The table of docs/gb300.md. ``num_nodes``: that a job of this config has."""
-    if cluster != "slurm" or set(stages) <= ANYWHERE:
-        return "run", []
-    if scheduler.num_nodes == num_nodes:
-        return "run", []
+def needs_job(stages: Sequence[str], *, cluster: str) -> bool:
+    """Whether the stages are done by a job of Slurm rather than here and now."""
+    return cluster == "slurm" and not set(stages) <= ANYWHERE
+
+
+def missing_for_job(*, num_nodes: int, scheduler: Scheduler) -> Sequence[Missing]:
+    """What a job of ``num_nodes`` nodes lacks here: nothing in an allocation of that size, and where jobs are submitted."""
+    if scheduler.num_nodes == num_nodes or (scheduler.num_nodes == 0 and scheduler.can_submit):
+        return []
     if scheduler.num_nodes > 0:
-        return "plan", [
+        return [
             Missing(
-                f"this Slurm allocation has {scheduler.num_nodes} nodes, the job needs {num_nodes}",
-                f"allocate {num_nodes} (salloc -N{num_nodes} ...), or change cluster.num_sets and trainer.devices",
+                f"this Slurm allocation has {scheduler.num_nodes} nodes, the job needs {num_nodes}: "
+                "cluster.num_sets x cluster.nodes_per_set for engines and trainer.num_nodes for training",
+                f"give the command in one of {num_nodes} (salloc -N{num_nodes} ...) or in none, or change these numbers",
             )
         ]
-    if scheduler.can_submit:
-        return "render", []
-    return "plan", [
+    return [
         Missing(
             f"{num_nodes} nodes: no Slurm is here (no sbatch), and no services are named",
             "run the same command on a login node of the rack; or start the services yourself and name them: "

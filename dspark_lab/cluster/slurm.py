@@ -176,11 +176,6 @@ class SlurmJob:
     def num_engine_nodes(self, work: Work) -> int:
         return self.num_sets * self.nodes_per_set if work.engine else 0
 
-    def stop_engine(self) -> None:
-        """Nothing of the job runs in the process that writes it."""
-
-    def close(self) -> None: ...
-
     def num_nodes(self, work: Work) -> int:
         return self.num_engine_nodes(work) + work.num_nodes
 
@@ -303,13 +298,6 @@ def submit(script: Path) -> str:
     if done.returncode:
         raise ValueError(f"sbatch refused {script}: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]
-
-
-def allocated_nodes(environment: Mapping[str, str]) -> int | None:
-    """Nodes of the allocation that this process is in; None outside of one."""
-    if "SLURM_JOB_ID" not in environment:
-        return None
-    return int(environment.get("SLURM_JOB_NUM_NODES") or environment.get("SLURM_NNODES") or 1)
 
 
 def _templates() -> Environment:

@@ -136,10 +136,15 @@ def token_acceptance(p: Tensor, q: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def block_weights(p: Tensor, q: Tensor, token_ids: Tensor) -> Tensor:
-    """w_0 = 1, w_i = min(1, w_{i-1} p(d_i) / q(d_i)): probability that at least i drafts are accepted, [..., K + 1]."""
-    weight = p.new_ones(token_ids.shape[:-1], dtype=torch.float32)
+    """Probability that at least i drafts are accepted, [..., K + 1]."""
+    return running_weights(_ratios(p, q, token_ids))
+
+
+def running_weights(ratios: Tensor) -> Tensor:
+    """w_0 = 1, w_i = min(1, w_{i-1} ratio_i), fp32 [..., K + 1], of p / q of each draft [..., K]."""
+    weight = ratios.new_ones(ratios.shape[:-1], dtype=torch.float32)
     weights = [weight]
-    for ratio in _ratios(p, q, token_ids).unbind(-1):
+    for ratio in ratios.unbind(-1):
         weight = (weight * ratio).clamp_max(1.0)
         weights.append(weight)
     return torch.stack(weights, dim=-1)

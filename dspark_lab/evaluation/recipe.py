@@ -48,18 +48,17 @@ class Evaluation:
         self.num_draft_tokens = num_draft_tokens
         self.num_replay_prompts, self.num_decode_prompts = num_replay_prompts, num_decode_prompts
         self.sampling = Sampling(temperature, top_k, top_p, max_new_tokens)
-        if verification == "block" and self.sampling.greedy:
-            raise ValueError(
-                "verification=block with temperature=0.0: greedy verification knows no blocks; set a temperature or leave "
-                "verification=token"
-            )
-        if verification == "block" and "replay" in self.modes:
-            raise ValueError(
-                "verification=block with mode=replay: a recorded answer tells which of *its* tokens a token-wise step "
-                "would have kept, but a block is judged with the drafts that fell, which are not in it; set mode=decode"
-            )
         self.verification: Verification = verification
+        _refuse_greedy_blocks(verification, self.sampling)
         self.seed, self.num_examples = seed, num_examples
+
+
+def _refuse_greedy_blocks(verification: Verification, sampling: Sampling) -> None:
+    if verification == "block" and sampling.greedy:
+        raise ValueError(
+            "verification=block with temperature=0.0: greedy verification knows no blocks; set a temperature or leave "
+            "verification=token"
+        )
 
 
 class Calibration:
@@ -112,6 +111,11 @@ class Serving:
         arguments: tuple[str, ...],
         dtype: Literal["float32", "bfloat16", "float16"] | None,
         num_prompts: int,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        max_new_tokens: int,
+        verification: Verification,
         num_draft_tokens: NumDraftTokens | tuple[NumDraftTokens, ...] | None,
         concurrency: PositiveInt | tuple[PositiveInt, ...],
         deadline_s: float,
@@ -144,3 +148,17 @@ class Serving:
         self.python, self.command_prefix, self.arguments = python, command_prefix, arguments
         self.dtype = dtype
         self.num_prompts, self.deadline_s = num_prompts, deadline_s
+        self.sampling = Sampling(temperature, top_k, top_p, max_new_tokens)
+        self.verification: Verification = verification
+        _refuse_greedy_blocks(verification, self.sampling)
+
+    @property
+    def draft_greedily(self) -> bool:
+        """vLLM's default; drafts that are verified as blocks are drawn."""
+        return self.verification == "token"
+
+    def as_evaluated(self, evaluation: Evaluation) -> bool:
+        """Whether a replay of ``evaluation`` is what the engine does."""
+        if self.sampling != evaluation.sampling:
+            return False
+        return self.sampling.greedy or self.verification == evaluation.verification == "block"

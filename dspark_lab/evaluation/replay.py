@@ -6,8 +6,11 @@ with probability min(1, q(x) / p(x)). The recorded answer was drawn from p: keep
 probability, and making the first that is not kept the next anchor, has the distribution of real decoding. An argmax
 draft d is a one-hot q: the recorded x is kept with probability min(1, [x = d] / p(x)) = [x = d].
 
-Block verification has no replay: it judges a prefix together with the drafts after it, those that fell included, and a
-recorded answer does not hold them.
+Block verification judges a prefix together with the drafts after it, those that fell included, which a recorded answer
+does not hold. They are not needed: summed over them, at least i drafts x_1 .. x_i stand with probability w_i
+(``block_weights``; arXiv 2403.10444, appendix), and what is emitted after them is drawn from p whether more stand or
+not. So at least i stand, given the whole answer, with probability w_i q(x_1 .. x_i) / p(x_1 .. x_i): x_i is kept,
+given that those before it were, with probability min(1, q(x_i) / (w_{i-1} p(x_i))).
 """
 
 from collections import Counter
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from dspark_lab.decoding.loop import GREEDY, Proposer, cut
 from dspark_lab.decoding.sampling import probabilities, prompt_generator
+from dspark_lab.decoding.verification import SMALLEST_Q, Verification, running_weights
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.evaluation.decode import Progress, silent
 from dspark_lab.records import Proposal, Sampling, TargetSample, TokenizedConversation, Trace, VerifyStep
@@ -48,6 +52,7 @@ def replay(
     eos_token_ids: Collection[int],
     generator: torch.Generator | None = None,
     draft_greedily: bool = False,
+    verification: Verification = "token",
 ) -> Trace:
     """Trace of the last answer of ``conversation`` as decoding would have written it (see the module).
 
@@ -55,7 +60,8 @@ def replay(
     end token and at ``sampling.max_new_tokens``, every step drafts at full width. Where fewer recorded tokens are left
     than slots, the forced tokens are padded with the last one: no slot that matters is conditioned on the padding.
     When drafts are drawn, confidences after a step's first rejected slot are those given the recorded tokens, where
-    decoding has those given the rejected draft. ``generator`` is on the head's device.
+    decoding has those given the rejected draft. ``generator`` is on the head's device. Argmax drafts are kept alike by
+    both ways of verification.
 
     Raises ValueError for an answer that was not recorded at ``sampling``.
     """
@@ -80,7 +86,10 @@ def replay(
             generator=generator,
             forced_token_ids=None if draft_greedily else answer.following(position, num_draft_tokens),
         )
-        kept = _matches(proposal, answer, position) if draft_greedily else _kept(proposal, answer, position, generator)
+        if draft_greedily:
+            kept = _matches(proposal, answer, position)
+        else:
+            kept = _kept(proposal, answer, position, verification, generator)
         # What follows `remaining` recorded tokens was cut away in decoding too.
         emitted = min(int(kept.long().cumprod(0).sum()) + 1, remaining)
         steps.append(VerifyStep.of(position, proposal, num_verified=kept.numel(), num_accepted=emitted - 1))
@@ -101,6 +110,7 @@ def evaluate_replay(
     eos_token_ids: Collection[int],
     seed: int,
     draft_greedily: bool = False,
+    verification: Verification = "token",
     progress: Progress = silent,
 ) -> ReplayResult:
     """Replay every conversation that can be; the others are counted by reason.
@@ -124,6 +134,7 @@ def evaluate_replay(
             eos_token_ids=eos_token_ids,
             generator=prompt_generator(seed, conversation.id, target_head.lm_head.device),
             draft_greedily=draft_greedily,
+            verification=verification,
         )
         traces.append(trace)
     if not traces:
@@ -211,8 +222,19 @@ def _matches(proposal: Proposal, answer: _Answer, position: int) -> Tensor:
     return proposal.token_ids == answer.following(position, proposal.token_ids.numel())
 
 
-def _kept(proposal: Proposal, answer: _Answer, position: int, generator: torch.Generator | None) -> Tensor:
-    """bool [K]: each recorded token, given that those before it were kept, with probability min(1, q / p)."""
+def keeping(p: Tensor, q: Tensor, *, verification: Verification) -> Tensor:
+    """Of recorded tokens with probabilities p and q [K], that each is kept given those before it: min(1, this).
+
+    Infinite where p is zero, which only rounding brings about.
+    """
+    weights = 1.0 if verification == "token" else running_weights(p / q.clamp_min(SMALLEST_Q))[..., :-1]
+    return q / (weights * p)
+
+
+def _kept(
+    proposal: Proposal, answer: _Answer, position: int, verification: Verification, generator: torch.Generator | None
+) -> Tensor:
+    """bool [K]: whether each recorded token is kept, given that those before it were."""
     num_slots = proposal.token_ids.numel()
     recorded = answer.following(position, num_slots)
     assert torch.equal(proposal.token_ids, recorded), "the drafter did not follow the forced tokens"
@@ -222,4 +244,4 @@ def _kept(proposal: Proposal, answer: _Answer, position: int, generator: torch.G
     q = proposal.probabilities.float().gather(-1, recorded[:, None]).squeeze(-1)
     slots = torch.arange(position, position + num_slots, device=q.device).clamp_max(len(answer.token_ids) - 1)
     uniform = torch.rand(num_slots, generator=generator, device=q.device)
-    return uniform * answer.probabilities[slots] < q
+    return uniform < keeping(answer.probabilities[slots], q, verification=verification)

@@ -9,6 +9,7 @@ from typing import Any
 from dspark_lab.records import Trace, VerifyStep
 
 TRACES_FILE = "traces.jsonl"
+GATE_TRACES_FILE = "gate_traces.jsonl"
 
 
 def save_traces(path: Path, traces: Mapping[str, Sequence[Trace]]) -> None:

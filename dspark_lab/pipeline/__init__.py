@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,10 +20,11 @@ import transformers
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from dspark_lab.cluster.decision import needs_job
 from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.export import refuse_unwritable
 from dspark_lab.pipeline.forecast import forecast
-from dspark_lab.pipeline.here import before_job, in_this_process
+from dspark_lab.pipeline.here import before_job
 from dspark_lab.pipeline.logged import logged
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.published import require_what_was_published
@@ -85,15 +87,18 @@ def carry_out_run(config: DictConfig, info: RunInfo, stages: Sequence[str]) -> f
             Path(config.run.root),
             name=info.name,
             config_hash=info.config_hash,
-            fresh=config.run.fresh,
+            fresh=config.run.fresh and place.leads,
             lock=place.leads,
             wait=in_sweep(),
         ) as opened,
         closing(Parts(config, opened, info, place)) as parts,
     ):
         if not place.leads:
+            if stages == ["doctor"]:  # of a further machine
+                STAGES["doctor"](parts)
+                return None
             return take_part(parts, STAGES["train"])
-        if in_this_process(parts, stages):
+        if not needs_job(stages, cluster=info.choices["cluster"]):
             with logged(parts):
                 return carry_out(stages, parts)
         script = write_job(parts, before_job(parts, stages))
@@ -104,10 +109,14 @@ def carry_out_run(config: DictConfig, info: RunInfo, stages: Sequence[str]) -> f
 def settle(stages: Sequence[str], config: DictConfig) -> Place:
     """Find this process's place in a training group, and be silent in all but the first.
 
+    The tasks of a step that does stages=doctor alone are no group: each looks at its own machine, and tells.
+
     Raises:
         ValueError: a group is asked for what only one process may do.
     """
     place = Place.of()
+    if stages == ["doctor"] and place.group_folder is None:
+        return replace(place, num_ranks=1)
     if place.num_ranks > 1 and (stages != ["train"] or config.run.fresh):
         raise ValueError(
             f"this process is rank {place.rank} of {place.num_ranks}; a group only does stages=train, without run.fresh "

@@ -11,6 +11,7 @@ from rich.table import Table
 from dspark_lab.cluster.doctor import Asked, Check, Finding, Patient, examine
 from dspark_lab.cluster.doctor.checks import CHECKS
 from dspark_lab.cluster.doctor.look import Look
+from dspark_lab.cluster.neighbours import Step
 from dspark_lab.hardware.accelerator import Accelerator
 from dspark_lab.nothere import Missing
 from dspark_lab.pipeline.build import build
@@ -30,10 +31,15 @@ class UnfitError(ValueError):
 
 
 def doctor(parts: Parts) -> Outcome:
-    """Print all findings, write ``<run>/doctor.json`` (``doctor-<host>.json`` in a step of Slurm). Raises UnfitError."""
-    findings = examine(patient_of(parts, disk_bytes=disk_bytes_of(parts)), CHECKS)
+    """Print all findings, write ``<run>/doctor.json`` (``doctor-<host>.json`` where several nodes do so at once).
+
+    Raises:
+        UnfitError: some checks failed.
+    """
+    patient = patient_of(parts, disk_bytes=disk_bytes_of(parts))
+    findings = examine(patient, CHECKS)
     host = platform.node()
-    name = f"doctor-{host}.json" if "SLURM_STEP_ID" in os.environ else "doctor.json"
+    name = "doctor.json" if patient.asked.step is None else f"doctor-{host}.json"
     told = {"host": host, "findings": [asdict(finding) for finding in findings]}
     (parts.run.directory / name).write_text(json.dumps(told, indent=1))
     show(findings, title=f"doctor on {host}")
@@ -87,6 +93,8 @@ def patient_of(parts: Parts, *, disk_bytes: float = 0) -> Patient:
         admin_url=mooncake.admin_url,
         protocol=mooncake.protocol,
         rdma_devices=mooncake.rdma_devices,
+        subnet=(config.cluster.subnet or "") if cluster == "slurm" else None,
+        step=Step.found(parts.run.directory / "doctor"),
         advertised=mooncake.local_hostname or os.environ.get("MOONCAKE_LOCAL_HOSTNAME") or platform.node(),
         segment_bytes=segment_bytes(config) or 0,
         buffer_bytes=config.plan.buffer_bytes,

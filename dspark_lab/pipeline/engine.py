@@ -90,14 +90,13 @@ class Engine:
     def _serve(
         self, server: VllmApi, prompts: Sequence[TokenizedConversation], *, drafts: bool, concurrency: int
     ) -> Served:
-        evaluation = self.parts.evaluation
         return serve_prompts(
             server,
             prompts,
-            sampling=evaluation.sampling,
+            sampling=self.parts.serving.sampling,
             eos_token_ids=self.eos_token_ids,
             concurrency=concurrency,
-            seed=evaluation.seed,
+            seed=self.parts.evaluation.seed,
             drafts=drafts,
             progress=partial(track, total=len(prompts)),
         )
@@ -105,10 +104,10 @@ class Engine:
     def _setting(self, num_draft_tokens: NumDraftTokens, concurrency: int, *, version: str) -> dict[str, Any]:
         parts = self.parts
         return {
-            **asdict(parts.evaluation.sampling),
+            **asdict(parts.serving.sampling),
             "benchmark": parts.benchmark.name,
             "num_draft_tokens": num_draft_tokens,
-            "verification": parts.evaluation.verification,
+            "verification": parts.serving.verification,
             "engine": f"vllm{'-cpu' if self.on_cpu else ''} {version}",
             "dtype": self._dtype,
             "concurrency": concurrency,
@@ -125,10 +124,10 @@ class Engine:
 
     @property
     def _newer_runner(self) -> bool:
-        found, evaluation = self.checkpoint.description, self.parts.evaluation
+        found, recipe = self.checkpoint.description, self.parts.serving
         # On a CPU the older one verifies at temperatures that it never wrote (docs/checkpoints.md).
-        sampled = self.on_cpu and not evaluation.sampling.greedy
-        return sampled or needs_newer_runner(found.algorithm, found.options, verification=evaluation.verification)
+        sampled = self.on_cpu and not recipe.sampling.greedy
+        return sampled or needs_newer_runner(found.algorithm, found.options, verification=recipe.verification)
 
     def _connect(self) -> RunningVllm:
         parts, url = self.parts, self.parts.serving.endpoint
@@ -141,7 +140,7 @@ class Engine:
         parts, recipe, found = self.parts, self.parts.serving, self.checkpoint.description
         spec, adaptive = parts.target.spec, num_draft_tokens == "adaptive"
         number = found.num_draft_tokens if isinstance(num_draft_tokens, str) else num_draft_tokens
-        longest = max(map(len, self.prompts)) + parts.evaluation.sampling.max_new_tokens + number + 1
+        longest = max(map(len, self.prompts)) + recipe.sampling.max_new_tokens + number + 1
         arguments = [
             "--dtype", self._dtype,
             "--max-model-len", str(min(longest, spec.max_position_embeddings)),
@@ -155,7 +154,7 @@ class Engine:
                 found,
                 folder=str(Path(self.checkpoint.source)),
                 num_draft_tokens=number,
-                verification=parts.evaluation.verification,
+                verification=recipe.verification,
                 adaptive=adaptive,
             )
             arguments += ["--speculative-config", json.dumps(speculative), *DRAFTING_ARGUMENTS]

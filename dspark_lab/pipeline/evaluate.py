@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dspark_lab.drafter.base import Drafter
 from dspark_lab.evaluation.acceptance import acceptance_metrics
 from dspark_lab.evaluation.decode import Timing, evaluate_decode, save_timing
 from dspark_lab.evaluation.examples import Example, choose, explain, save_examples
-from dspark_lab.evaluation.replay import evaluate_replay
+from dspark_lab.evaluation.replay import ReplayResult, evaluate_replay
 from dspark_lab.evaluation.traces import save_traces
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
@@ -44,6 +45,7 @@ def evaluate(parts: Parts) -> Outcome:
             target_head=drafter.target_head,
             eos_token_ids=parts.target.spec.eos_token_ids,
             seed=recipe.seed,
+            verification=recipe.verification,
             progress=track,
         )
         traces["replayed"], dropped = replayed.traces, replayed.refused
@@ -67,10 +69,30 @@ def evaluate(parts: Parts) -> Outcome:
         if parts.published is not None:
             metrics += beside_published(parts, decoded.traces, here)
     save_traces(parts.run.traces, traces)
+    if "served" in parts.assigned:
+        save_traces(parts.run.gate_traces, {"replayed": replay_as_served(parts, drafter).traces})
     save_examples(parts.run.directory, examples_of(parts, traces))
     counted = traces.get("replayed", traces.get("measured", ()))
     record = {"num_in": len(counted) + sum(dropped.values()), "num_out": len(counted), "dropped": dropped}
     return {**record, "unit": "prompts"}, metrics
+
+
+def replay_as_served(parts: Parts, drafter: Drafter) -> ReplayResult:
+    """Our side of a serve gate whose sampling, drafting or verification is not the evaluation's."""
+    serving = parts.serving
+    return evaluate_replay(
+        drafter,
+        parts.store.get,
+        parts.tokenized["served"],
+        sampling=serving.sampling,
+        num_draft_tokens=serving.judged or drafter.num_draft_tokens,
+        target_head=drafter.target_head,
+        eos_token_ids=parts.target.spec.eos_token_ids,
+        seed=parts.evaluation.seed,
+        draft_greedily=serving.draft_greedily,
+        verification=serving.verification,
+        progress=track,
+    )
 
 
 def examples_of(parts: Parts, traces: Mapping[str, Sequence[Trace]]) -> list[Example]:

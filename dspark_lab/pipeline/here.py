@@ -1,18 +1,14 @@
-"""``cluster=slurm`` before a job is written: the plan is shown, and where there is no Slurm, what is missing."""
+"""Before a job is written: the plan is shown, and where it could not be carried out, what is missing."""
 
 from collections.abc import Sequence
 
-from dspark_lab.cluster.decision import ANYWHERE, Scheduler, decide
+from dspark_lab.cluster.decision import Scheduler, missing_for_job
 from dspark_lab.nothere import NotHere
 from dspark_lab.pipeline.doctor import missing_here
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.plan import plan
+from dspark_lab.pipeline.slurm import num_nodes_of
 from dspark_lab.progress import console
-
-
-def in_this_process(parts: Parts, stages: Sequence[str]) -> bool:
-    """Whether the stages are done here and now rather than by a job."""
-    return parts.info.choices["cluster"] != "slurm" or set(stages) <= ANYWHERE
 
 
 def before_job(parts: Parts, stages: Sequence[str], *, scheduler: Scheduler | None = None) -> list[str]:
@@ -23,13 +19,11 @@ def before_job(parts: Parts, stages: Sequence[str], *, scheduler: Scheduler | No
         ValueError: the plan cannot work.
     """
     plan(parts)
-    cluster, trainer = parts.config.cluster, parts.config.trainer
-    num_nodes = cluster.num_sets * cluster.nodes_per_set + trainer.num_nodes
-    decision, missing = decide(stages, cluster="slurm", num_nodes=num_nodes, scheduler=scheduler or Scheduler.found())
-    if decision == "plan":
+    missing = missing_for_job(num_nodes=num_nodes_of(parts, stages), scheduler=scheduler or Scheduler.found())
+    if missing:
         raise NotHere(parts.info.command, [*missing, *missing_here(parts)])
     left = [stage for stage in stages if stage not in ("plan", "doctor")]
-    if "serve" in left and cluster.nodes_per_set > 1:
+    if "serve" in left and parts.config.cluster.nodes_per_set > 1:
         left.remove("serve")
         console.print(
             "serve: left out of the job, which cannot start a server over several nodes for it. Afterwards start the line "

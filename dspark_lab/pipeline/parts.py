@@ -116,7 +116,9 @@ class Parts:
     def target(self) -> Target:
         if self.info.choices["engine"] == "huggingface":
             return build(self.config, "engine")
-        return build(self.config, "engine", cluster=self.cluster, namespace=f"run-{self.owner}")
+        # Of a job's stages none that is done in this process asks for answers or states.
+        cluster = None if self.info.choices["cluster"] == "slurm" else self.cluster
+        return build(self.config, "engine", cluster=cluster, namespace=f"run-{self.owner}")
 
     @property
     def in_process(self) -> HuggingFaceTarget:
@@ -159,13 +161,25 @@ class Parts:
         """The answers that each split needs."""
         splits, mix = self.splits, self.corpus.mix
         greedy = self.corpus.greedy if mix else None
-        return {
+        return self._served() | {
             "train": mix.assign(splits.train, positions=splits.train_positions)
             if mix
             else [Assignment(conversation) for conversation in splits.train],
             "validation": [Assignment(conversation, greedy) for conversation in splits.validation],
             "evaluation": [Assignment(conversation, self.evaluation.sampling) for conversation in splits.evaluation],
         }
+
+    @property
+    def gate_split(self) -> str:
+        """Of the answers that the serve gate replays."""
+        return "evaluation" if self.serving.as_evaluated(self.evaluation) else "served"
+
+    def _served(self) -> dict[str, list[Assignment]]:
+        """Answers as the deployment samples them, for a gate by replay."""
+        if "decode" in self.evaluation.modes or self.gate_split == "evaluation":
+            return {}
+        prompts = self.splits.evaluation[: self.serving.num_prompts]
+        return {"served": [Assignment(prompt, self.serving.sampling) for prompt in prompts]}
 
     @cached_property
     def book(self) -> AnswerBook:

@@ -1,6 +1,6 @@
 """What ``+rehearse=`` changes of an experiment: the same command is composed once more without it, and compared."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,19 @@ class Replaced:
 
 
 def replaced(config_name: str, overrides: Sequence[str]) -> list[Replaced]:
-    """The differences between ``overrides`` with and without the rehearsal; Hydra must be initialised."""
+    """The differences between ``overrides`` with and without the rehearsal; Hydra must be initialised.
+
+    Raises:
+        ValueError: the rehearsal is of a drafter with another kind of attention.
+    """
     without, there = _composed(config_name, [each for each in overrides if not each.startswith(OVERLAY)])
     within, here = _composed(config_name, overrides)
+    if _is_latent(without) != _is_latent(within):
+        ways = ("without", "with") if _is_latent(without) else ("with", "without")
+        raise ValueError(
+            f"rehearse={here.get('rehearse')} is of a drafter {ways[0]} latent attention, the experiment is {ways[1]}: "
+            "+rehearse=cpu_dspark_mla is the rehearsal of latent attention, cpu that of DSpark without"
+        )
     groups = [
         Replaced(group, there.get(group), here.get(group))
         for group in sorted(there | here)
@@ -48,6 +58,10 @@ def _composed(config_name: str, overrides: Sequence[str]) -> tuple[dict[str, Any
     choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items() if not str(k).startswith("hydra/")}
     values: Any = OmegaConf.to_container(config, resolve=False)
     return {key: value for key, value in values.items() if key != "hydra"}, choices
+
+
+def _is_latent(config: Mapping[str, Any]) -> bool:
+    return "kv_lora_rank" in (config["drafter"].get("attention") or {})
 
 
 def _differences(before: Any, after: Any, key: str = "") -> Iterator[Replaced]:

@@ -9,7 +9,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from dspark_lab.checkpoint.description import format_of
-from dspark_lab.checkpoint.engines import unservable_adaptively, unservable_options
+from dspark_lab.checkpoint.engines import unservable_adaptively, unservable_on_cpu, unservable_options
 from dspark_lab.checkpoint.export import RUN_CARD
 from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
 from dspark_lab.checkpoint.warm_start import load_weights
@@ -39,13 +39,11 @@ def refuse_unservable(parts: Parts) -> None:
         parts.target.spec.rope_parameters,
         reduced=parts.config.data.draft_vocab_size is not None,
     )
-    if "decode" not in parts.evaluation.modes and not parts.evaluation.sampling.greedy:
-        said.append(
-            "evaluate.mode=[replay] with a temperature: the engine drafts greedily where a sampled replay draws, so they "
-            "could not be compared; add decode to evaluate.mode, or set evaluate.temperature=0"
-        )
+    on_cpu = resolve_device("auto").type == "cpu"
+    if on_cpu and parts.serving.endpoint is None:
+        said += unservable_on_cpu(options)
     if "adaptive" in parts.serving.others:
-        said += unservable_adaptively(algorithm, on_cpu=resolve_device("auto").type == "cpu")
+        said += unservable_adaptively(algorithm, on_cpu=on_cpu)
     if said:
         raise ValueError(f"{'; '.join(said)}. Or leave serve out of stages, or try it with export.force=true")
 
@@ -76,7 +74,7 @@ def serve(parts: Parts) -> Outcome:
     theirs = [answer.trace(prompt) for answer, prompt in zip(served.answers, prompts, strict=True)]
     agreement = compare(ours, theirs, seed=parts.evaluation.seed)
     different = None
-    if parts.evaluation.sampling.greedy:
+    if recipe.sampling.greedy:
         different = mismatches(own.texts, [answer.token_ids for answer in served.answers])
     tell(agreement, different, num_prompts=len(prompts))
 
@@ -126,11 +124,11 @@ def decoded_here(
         parts.target,
         exported(parts, checkpoint),
         prompts,
-        sampling=parts.evaluation.sampling,
+        sampling=parts.serving.sampling,
         num_draft_tokens=num_draft_tokens,
         seed=parts.evaluation.seed,
-        draft_greedily=parts.evaluation.verification == "token",  # the engine's default; blocks need drawn drafts
-        verification=parts.evaluation.verification,
+        draft_greedily=parts.serving.draft_greedily,
+        verification=parts.serving.verification,
         progress=track,
     )
     return Own("decode", prompts, decoded.traces, decoded.plain_token_ids)
@@ -141,8 +139,10 @@ def replayed_here(parts: Parts, prompts: Sequence[TokenizedConversation]) -> Own
 
     Its weights were not rounded for export.
     """
-    traces = {trace.prompt_id: trace for trace in read_traces(parts.run.traces, origin="replayed")}
-    answers = {conversation.id: conversation.answer_token_ids for conversation in parts.answered["evaluation"]}
+    split = parts.gate_split
+    path = parts.run.traces if split == "evaluation" else parts.run.gate_traces
+    traces = {trace.prompt_id: trace for trace in read_traces(path, origin="replayed")}
+    answers = {conversation.id: conversation.answer_token_ids for conversation in parts.answered[split]}
     kept = [prompt for prompt in prompts if prompt.id in traces]
     return Own("replay", kept, [traces[prompt.id] for prompt in kept], [answers[prompt.id] or () for prompt in kept])
 

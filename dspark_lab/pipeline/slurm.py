@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 
-from dspark_lab.cluster.slurm import Engine, SlurmJob, Work, allocated_nodes, submit
+from dspark_lab.cluster.decision import Scheduler
+from dspark_lab.cluster.slurm import Engine, SlurmJob, Work, submit
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.distributed import job_arguments
 from dspark_lab.pipeline.parts import Parts
@@ -31,13 +32,6 @@ def write_job(parts: Parts, stages: Sequence[str]) -> Path:
         raise ValueError(
             f"trainer.devices={work.ranks_per_node} is more than cluster.gpus_per_node={job.gpus_per_node}"
         )
-    present = allocated_nodes(os.environ)
-    if present is not None and present != job.num_nodes(work):
-        raise ValueError(
-            f"this allocation has {present} nodes, {job.num_nodes(work)} are needed: {job.num_engine_nodes(work)} for "
-            f"engines (cluster.num_sets x cluster.nodes_per_set), trainer.num_nodes={work.num_nodes} for training. Give the "
-            "command in one of that size, or in none"
-        )
     script = parts.run.directory / SCRIPT
     (parts.run.directory / "logs").mkdir(exist_ok=True)
     script.write_text(job.render(work))
@@ -48,7 +42,7 @@ def write_job(parts: Parts, stages: Sequence[str]) -> Path:
 def hand_over(script: Path, *, submits: bool, environment: Mapping[str, str] = os.environ) -> None:
     """Inside an allocation this process becomes the script; else it is submitted, or it is told how."""
     log = script.parent / "logs" / "job.log"
-    if allocated_nodes(environment) is not None:
+    if Scheduler.found(environment).num_nodes:
         run_here(script)
     if submits:
         job_id = submit(script)
@@ -96,12 +90,26 @@ def work_of(parts: Parts, stages: Sequence[str]) -> Work:
     )
 
 
+def num_nodes_of(parts: Parts, stages: Sequence[str]) -> int:
+    """Of the job that does ``stages``."""
+    cluster = parts.config.cluster
+    engines = cluster.num_sets * cluster.nodes_per_set if any(servers_of(parts, stages)) else 0
+    return engines + parts.config.trainer.num_nodes
+
+
+def servers_of(parts: Parts, stages: Sequence[str]) -> tuple[bool, bool]:
+    """Whether the stages need servers that answer, and that capture."""
+    if parts.info.choices["engine"] != "vllm":
+        return False, False
+    answers = "regenerate" in stages  # those to the benchmark at least
+    return answers, "capture" in stages or (parts.corpus.source == "live" and "train" in stages)
+
+
 def engine_of(parts: Parts, stages: Sequence[str]) -> Engine | None:
     """The servers that the stages need; None when they need none."""
     config = parts.config
-    answers = "regenerate" in stages  # those to the benchmark at least
-    captures = "capture" in stages or (parts.corpus.source == "live" and "train" in stages)
-    if parts.info.choices["engine"] != "vllm" or not (answers or captures):
+    answers, captures = servers_of(parts, stages)
+    if not (answers or captures):
         return None
     target = config.target
     if target.layer_ids is None or target.num_layers is None:

@@ -24,7 +24,8 @@ class HeadTensors:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """``num_attention_heads`` 0: no layer of it is one that a drafter could have (latent, linear). ``tensors`` None: by
-    the names that Transformers gives them."""
+    the names that Transformers gives them. ``runs_tokenizer_code``: the tokenizer is Python in the target's repository,
+    which is trusted."""
 
     architecture: str
     hidden_size: int
@@ -39,6 +40,7 @@ class Facts:
     rope_parameters: Mapping[str, Any]
     eos_token_ids: tuple[int, ...]
     tensors: HeadTensors | None
+    runs_tokenizer_code: bool
 
     def spec(
         self,

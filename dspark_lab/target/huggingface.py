@@ -111,7 +111,17 @@ class HuggingFaceTarget:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self.resolved.folder)
+        trusted = self.facts is not None and self.facts.runs_tokenizer_code
+        try:
+            return AutoTokenizer.from_pretrained(self.resolved.folder, trust_remote_code=trusted)
+        except ValueError as error:
+            if trusted or "trust_remote_code" not in str(error):
+                raise
+            raise ValueError(
+                f"target.model={self.model_name!r}: its tokenizer is Python in its own repository, which is run for targets "
+                "that say so alone: read it, then set target.facts.runs_tokenizer_code=true (the facts of a config as "
+                "data: conf/target/kimi_k3.yaml)"
+            ) from error
 
     @property
     def spec(self) -> TargetSpec:

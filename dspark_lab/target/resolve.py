@@ -24,7 +24,7 @@ Source = Literal["auto", "hub", "package"]
 ASSETS = Path(__file__).parent.parent / "assets"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 HUB_TIMEOUT_S = 3.0
-HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "tokenization*.py")
 CONVERSION_VERSION = 1  # of what ``_convert_gguf`` writes; part of the folder's name and of the fingerprint
 
 

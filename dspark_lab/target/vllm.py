@@ -45,6 +45,7 @@ class VllmTarget:
 
     Args:
         in_process: Its weights are loaded for decoding and for the probe alone.
+        cluster: Of this process; None where it only wants to know the target.
         endpoints: Servers, http://host:port: those that capture are used for that, those that do not answer prompts.
             None of them, and no ``endpoints_file``: the cluster starts what is needed.
         endpoints_file: They are listed there instead; the list is followed while running (``capture.endpoints``).
@@ -77,7 +78,7 @@ class VllmTarget:
         probe: ProbeRecipe,
     ) -> None:
         self.in_process = in_process
-        self.cluster: Cluster = cluster
+        self._cluster: Cluster | None = cluster
         self.namespace = namespace
         self.endpoints, self.endpoints_file = endpoints, endpoints_file
         self.payload_folder = payload_folder and payload_folder.expanduser().absolute()
@@ -87,6 +88,11 @@ class VllmTarget:
         self.seed = seed
         self.probe = probe
         self._events: Counter[str] = Counter()
+
+    @property
+    def cluster(self) -> Cluster:
+        assert self._cluster is not None, "who asks servers has a cluster"
+        return self._cluster
 
     @property
     def spec(self) -> TargetSpec:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from dspark_lab.cluster.doctor import Asked, Finding, Patient, examine
 from dspark_lab.cluster.doctor.checks import CHECKS
 from dspark_lab.cluster.doctor.look import Look
+from dspark_lab.cluster.neighbours import Neighbour, Node, Step
 
 URL = "http://10.1.0.5:8000"
 ASKED = Asked(
@@ -24,6 +26,8 @@ ASKED = Asked(
     protocol="rdma",
     rdma_devices="",
     advertised="node7",
+    subnet=None,
+    step=Step(rank=0, num_tasks=3, folder=Path("/nowhere")),
     segment_bytes=32 * 2**30,
     buffer_bytes=4 * 2**30,
     endpoints=[URL],
@@ -54,6 +58,10 @@ class Healthy(Look):
             "driver": "610.1",
             "interfaces": {"lo": (True, ["127.0.0.1"]), "eth0": (True, ["192.168.1.9"]), "ib0": (True, ["10.1.0.7"])},
             "resolve": "10.1.0.7",
+            "address_in": "10.1.0.7",
+            "name": "node7",
+            "networks": ["10.1.0.0/16", "192.168.1.0/24"],
+            "meet": [OTHER],
             "connects_to_itself": True,
             "listens": True,
             "memlock_bytes": None,
@@ -70,6 +78,11 @@ class Healthy(Look):
         }
         for name, value in {**readings, **faults}.items():
             setattr(self, name, value if callable(value) else lambda *_, told=value: told)
+
+
+OTHER = Neighbour(
+    node=Node(name="node8", address="10.1.0.8", networks=["10.1.0.0/16", "192.168.1.0/24"]), reached=None, reaches=None
+)
 
 
 def captured(num_states: int) -> Mapping[str, Any]:
@@ -113,6 +126,11 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
     ({"resolve": "127.0.0.1"}, "network", "where they would find themselves"),
     ({"interfaces": {"ib0": (False, ["10.1.0.7"])}}, "network", "ib0 with 10.1.0.7 is down"),
     ({"connects_to_itself": raising(OSError("refused"))}, "network", "cannot be connected to: refused"),
+    (
+        {"meet": [replace(OTHER, reaches="timed out")]},
+        "neighbours",
+        "node7 10.1.0.7 -> node8 10.1.0.8: works; node8 10.1.0.8 -> node7 10.1.0.7: timed out",
+    ),
     ({"listens": False}, "ports", "nothing listens at 10.1.0.5:50051"),
     ({"transfer": raising(OSError("-900"))}, "Mooncake", "put and get: -900"),
     ({"answers": False}, "vLLM", "does not answer"),
@@ -142,6 +160,24 @@ def test_the_wrong_interface_is_found_before_ranks_hang() -> None:
     assert [entry.state for entry in unset] == ["warned", "warned"] and "export" in unset[0].mend
 
 
+def test_nodes_of_different_fabrics_are_told_the_one_that_they_share() -> None:
+    elsewhere = replace(OTHER, node=replace(OTHER.node, address="192.168.1.8"))
+    for state, other in {"warned": elsewhere, "failed": replace(elsewhere, reached="no route")}.items():
+        (entry,) = [entry for entry in findings({"meet": [other]}) if entry.check == "neighbours"]
+        assert entry.state == state and "both have an address in 10.1.0.0/16 and in 192.168.1.0/24" in entry.mend
+    alone = [entry for entry in findings(asked={"step": None}) if entry.check == "neighbours"]
+    assert [entry.state for entry in alone] == ["skipped"]
+
+
+def test_the_address_of_a_job_is_that_of_its_subnet() -> None:
+    told = [entry.told for entry in findings({"address_in": "192.168.1.9"}, asked={"subnet": "192.168.0.0/16"})]
+    assert "192.168.1.9 on eth0" in told
+    absent = {"address_in": raising(ValueError("node7 has no interface in cluster.subnet=10.2.0.0/16"))}
+    found = [entry for entry in findings(absent, asked={"subnet": "10.2.0.0/16"}) if entry.state == "failed"]
+    assert found[0].check == "network" and "no interface in cluster.subnet" in found[0].told
+    assert "set cluster.subnet" in found[0].mend
+
+
 def test_sizes_that_are_no_whole_pages_are_refused_where_pages_are_large() -> None:
     crooked = {"segment_bytes": 32 * 2**30 + 4096}
     assert any(entry.check == "pages" and entry.state == "failed" for entry in findings(asked=crooked))
@@ -164,6 +200,7 @@ def test_a_check_that_breaks_is_a_failed_one() -> None:
 
 def test_this_machine_can_be_looked_at() -> None:
     look = Look()
+    assert look.name() and all(not network.startswith("127.") for network in look.networks())
     assert look.page_bytes() % 4096 == 0 and look.architecture()
     assert look.tested_versions()["torch"] and look.version("no-such-package") is None
     assert look.connects_to_itself("127.0.0.1") and look.resolve("127.0.0.1") == "127.0.0.1"

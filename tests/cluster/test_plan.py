@@ -71,6 +71,9 @@ def test_the_recipes_bytes(k3: Job) -> None:
         5.25, rel=1e-3
     )
     assert figures["epoch_steps"] == 25_000
+    assert figures["exchanged_bytes_per_step"] == 2 * 3 / 4 * 4 * k3.size.num_parameters
+    told = {line.name: line for line in make_plan(k3).lines}["each rank sends"]
+    assert "links of 72 GPUs" in told.because and "ms at full speed" in told.told
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from dspark_lab.__main__ import config_folder
 from dspark_lab.cluster.interface import Interface, choose
-from dspark_lab.cluster.slurm import Engine, SlurmJob, Work, allocated_nodes, in_bash, variable
+from dspark_lab.cluster.slurm import Engine, SlurmJob, Work, in_bash, variable
 from dspark_lab.pipeline.build import build
 
 RACK = (
@@ -118,8 +118,3 @@ def test_the_interface_is_chosen_by_subnet() -> None:
         choose("", present, ["192.0.2.1"])
     with pytest.raises(ValueError, match=r"cluster\.subnet='10\.1\.0\.7/16'"):
         choose("10.1.0.7/16", present, [])
-
-
-def test_an_allocation_is_known_by_its_variables() -> None:
-    assert allocated_nodes({}) is None
-    assert allocated_nodes({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}) == 3

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 import torch
-from enumeration import WORLDS, World, accepted_tokens, emitted_texts, target_texts
+from enumeration import WORLDS, World, accepted_tokens, emitted_texts, target_texts, verdict_texts
 from toy_language import chi_square_p_value, one_thread  # noqa: F401
 
 from dspark_lab.decoding.verification import (
@@ -123,7 +123,7 @@ def test_verdicts_follow_the_exact_distribution(name, method):
         drafts.token_ids.tolist(), verdicts.num_accepted.tolist(), verdicts.bonus_token_ids.tolist(), strict=True
     ):
         emitted[(*path[:accepted], bonus)] += 1
-    expected = emitted_texts(world, method=method, lengths=causal(world), complete=False)
+    expected = verdict_texts(world, method=method, lengths=causal(world))
     assert len(expected) > 1
     assert chi_square_p_value(emitted, expected) > 1e-3
 

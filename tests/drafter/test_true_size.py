@@ -4,38 +4,30 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from hydra import compose, initialize_config_dir
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from true_k3 import true_size
 
-from dspark_lab.__main__ import config_folder
 from dspark_lab.checkpoint.description import describe
 from dspark_lab.checkpoint.engines import serve_command, unservable
 from dspark_lab.checkpoint.speculators import config_of
 from dspark_lab.cluster.plan.memory import TrainingPlace, training_memory
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.pipeline.build import build
-from dspark_lab.pipeline.plan import drafter_on_meta, size_of, spec_of_facts
+from dspark_lab.pipeline.plan import size_of
 from dspark_lab.training.sharding import shard
 from dspark_lab.training.trainer import choose_strategy
 
 ROW_TOKENS = 8192
 
 
-def true_size() -> tuple[DictConfig, Drafter]:
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        config = compose("config", ["+experiment=kimi_k3_dspark"])
-    spec = spec_of_facts(config)
-    assert spec is not None
-    return config, drafter_on_meta(config, spec, draft_vocab_size=None)
-
-
 @pytest.fixture(scope="module")
 def true() -> tuple[DictConfig, Drafter]:
-    return true_size()
+    return true_size("kimi_k3_dspark")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +85,7 @@ def fake_group(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("fake_group", [4, 8], indirect=True)
 def test_fsdp_holds_what_the_plan_says(fake_group: int) -> None:
-    config, drafter = true_size()
+    config, drafter = true_size("kimi_k3_dspark")
     size = size_of(drafter, row_tokens=ROW_TOKENS, muon=True)
     shard(drafter, init_device_mesh("cpu", (fake_group,)))
     local = 0
@@ -117,9 +109,24 @@ def test_fsdp_holds_what_the_plan_says(fake_group: int) -> None:
     assert sum(held.values()) < sum(whole.values()) < config.hardware.memory_bytes
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8])
-def test_ddp_sends_the_drafters_own_parameters_alone(drafter: Drafter, num_ranks: int) -> None:
-    assert isinstance(choose_strategy("ddp", num_ranks=num_ranks), DDPStrategy)
-    owned = {id(tensor) for tensor in (*drafter.parameters(), *drafter.buffers())}
+@pytest.mark.parametrize("fake_group", [4, 8], indirect=True)
+def test_ddp_holds_and_sends_the_drafters_own_parameters_alone(
+    true: tuple[DictConfig, Drafter], fake_group: int
+) -> None:
+    """The wrapper that training makes, but for its first broadcast, which needs values."""
+    config, drafter = true
+    strategy = choose_strategy("ddp", num_ranks=fake_group)
+    assert isinstance(strategy, DDPStrategy)
+    wrapped = DistributedDataParallel(drafter, init_sync=False, **strategy._ddp_kwargs)
+    told = wrapped._get_ddp_logging_data()
+    place = TrainingPlace(num_ranks=fake_group, sharded=False, rows_per_batch=1, bf16=True, on_cpu=False)
+    held = training_memory(size_of(drafter, row_tokens=ROW_TOKENS, muon=True), place)
+    assert told["world_size"] == fake_group
+    assert told["total_parameter_size_bytes"] == held["gradients"] == held["drafter's weights"]
+    assert sum(map(int, told["bucket_sizes"].split(", "))) == held["gradients"]
+    assert told["gradient_as_bucket_view"]  # else the plan's gradients would be held twice
+    assert sum(held.values()) < config.hardware.memory_bytes
+    assert not wrapped.will_sync_module_buffers()
+    owned = {id(tensor) for tensor in (*wrapped.parameters(), *wrapped.buffers())}
     borrowed = drafter.target_head
     assert not owned & {id(borrowed.embedding), id(borrowed.norm_weight), id(borrowed.lm_head), id(drafter.draft_rows)}

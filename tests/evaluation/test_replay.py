@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from enumeration import WORLDS, texts_and_accepted
 from toy_language import (
     DRAFTERS,
     EOS,
@@ -17,7 +18,7 @@ from toy_language import (
 )
 
 from dspark_lab.decoding.loop import plain_decode, speculative_decode
-from dspark_lab.evaluation.replay import answer_span, evaluate_replay, refusal, replay
+from dspark_lab.evaluation.replay import answer_span, evaluate_replay, keeping, refusal, replay
 from dspark_lab.records import Sampling, TokenizedConversation
 
 GREEDY = Sampling(max_new_tokens=24)
@@ -133,6 +134,32 @@ def both_ways(name, *, runs=250, record_at=SAMPLING, drafter=None, **options):
 def acceptance_length(counts):
     steps = sum(len(accepted) * times for accepted, times in counts.items())
     return 1 + sum(sum(accepted) * times for accepted, times in counts.items()) / steps
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_text_keeps_as_many_tokens_as_decoding_that_wrote_it(name, verification):
+    """Exactly: P(n accepted | text) over all drafts, against the product of what replay keeps of the text alone."""
+    world = WORLDS[name]
+    lengths = torch.full((len(world.paths),), world.num_slots)
+    joint = texts_and_accepted(world, method=verification, lengths=lengths)
+    for text in torch.cartesian_prod(*[torch.arange(world.vocab_size)] * (world.num_slots + 1)).tolist():
+        chance = joint[tuple(text)].sum()
+        if chance < 1e-9:
+            continue
+        p, q = (
+            torch.tensor([float(rows[k][tuple(text[: k + 1])]) for k in range(world.num_slots)])
+            for rows in (world.target, world.drafter)
+        )
+        survival = keeping(p, q, verification=verification).clamp_max(1.0).cumprod(-1)
+        at_least = (joint[tuple(text)] / chance).flip(-1).cumsum(-1).flip(-1)[1:]
+        torch.testing.assert_close(survival.double(), at_least, rtol=0, atol=1e-5)
+
+
+def test_replay_of_blocks_has_the_distribution_of_decoding():
+    ours, real = both_ways("noisy", verification="block")
+    assert homogeneity_p_value(ours, real) > 1e-3
+    assert acceptance_length(ours) == pytest.approx(acceptance_length(real), abs=0.12)
 
 
 @pytest.mark.parametrize("name", ["noisy", "slots", "reduced", "truncated"])

@@ -29,7 +29,6 @@ def test_the_flagship_is_rehearsed_from_prompts_to_a_served_drafter(tmp_path: Pa
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
     assert "Rehearsed: the experiment with these replaced" in done.stdout
-    assert "serve: agree: " in done.stdout and "8 of 8 greedy answers are the target's own" in done.stdout
     (run,) = (tmp_path / "runs").glob("kimi_k3_dspark-cpu-dspark-*")
     found = read_results(run)
     stages = {stage.name: stage for stage in found.stages}
@@ -38,7 +37,14 @@ def test_the_flagship_is_rehearsed_from_prompts_to_a_served_drafter(tmp_path: Pa
     ]  # fmt: skip
     assert stages["train"].events["live samples used"] > 0
     metrics = {entry.name: entry for entry in found.metrics}
-    assert metrics["served_agreement"].value == 1.0 and metrics["served_mismatch_rate"].value == 0.0
+    served, difference = metrics["served_acceptance_length"], metrics["served_acceptance_difference"]
+    assert served.value is not None and served.value > 1.2
+    assert (served.setting["temperature"], served.setting["verification"]) == (1.0, "block")
+    assert metrics["acceptance_length"].setting["temperature"] == 0.0  # what is calibrated and simulated
+    low, high = difference.low, difference.high
+    assert low is not None and high is not None
+    # Twice the 95 % interval of the same prompts: replay and engine draw their own random numbers.
+    assert (3 * low - high) / 2 < 0 < (3 * high - low) / 2, done.stdout[-3000:]
     simulated = [entry for name, entry in metrics.items() if name.startswith("simulated_")]
     assert simulated and {entry.setting["hardware"] for entry in simulated} == {"gb300_nvl72"}
     assert (run / "export" / "README.md").is_file() and (run / "calibration.json").is_file()

@@ -1,5 +1,6 @@
 """The rendered job on a real Slurm of three virtual nodes: what it starts, how it fails, how a time limit is survived."""
 
+import json
 import os
 import re
 import signal
@@ -181,6 +182,28 @@ def mooncake_masters() -> list[int]:
             if b"mooncake_master" in told.split(b"\0")[0] and b"-rpc_address=10.77.1." in told:
                 found.append(int(path.parent.name))
     return found
+
+
+def test_the_doctor_tries_every_way_between_the_nodes(slurm: VirtualSlurm, tmp_path: Path) -> None:
+    """At the addresses in the job's subnet, where the nodes' names lead elsewhere; gb2 has lost its route to gb0."""
+    with slurm.no_route(node="gb2", to="gb0"):
+        command = ["srun", "--nodes=3", "--ntasks-per-node=1", sys.executable, "-m", "dspark_lab", "+experiment=smoke"]
+        command += ["cluster=slurm", f"cluster.subnet={SUBNET}", "engine=vllm", "stages=doctor", f"run.root={tmp_path}"]
+        environment = {**os.environ, **slurm.environment, "COLUMNS": "300", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = {
+        path.stem.removeprefix("doctor-"): {
+            (entry["state"], entry["told"]) for entry in json.loads(path.read_text())["findings"]
+            if entry["check"] == "neighbours"
+        }
+        for path in tmp_path.glob("*/doctor-*.json")
+    }  # fmt: skip
+    assert set(found) == {"gb0", "gb1", "gb2"}
+    assert found["gb1"] == {("ok", "3 nodes reach each other, both ways; this is gb1 10.77.1.11")}
+    for node, others in {"gb0": "gb2", "gb2": "gb0"}.items():
+        ((state, told),) = found[node]
+        assert state == "failed" and f"{node} 10.77.1.1{node[-1]} -> {others} 10.77.1.1{others[-1]}: " in told
 
 
 class TestWithServices:

@@ -10,8 +10,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "nsenter", "unshare")
@@ -99,6 +99,16 @@ class VirtualSlurm:
         if done.returncode:
             raise RuntimeError(f"{command} ended with {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout
+
+    @contextmanager
+    def no_route(self, *, node: str, to: str) -> Iterator[None]:
+        """Within, ``node`` finds no way to ``to`` in the fabric, nor back what is asked from there."""
+        route = f"blackhole {FABRIC}.{10 + self.nodes.index(to)}/32"
+        ip(f"-n {self._space(node)} route add {route}")
+        try:
+            yield
+        finally:
+            ip(f"-n {self._space(node)} route del {route}")
 
     def _space(self, node: str) -> str:
         return f"{self._tag}{node}"

@@ -57,6 +57,21 @@ def test_an_override_of_the_command_line_is_in_both_and_so_not_told() -> None:
     assert table_of(replaced("config", [EXPERIMENT, REHEARSE])).row_count > len(keys)
 
 
+@pytest.mark.parametrize(
+    ("experiment", "rehearsal"), [("kimi_k3_dspark_mla", "cpu"), ("kimi_k3_dspark", "cpu_dspark_mla")]
+)
+def test_a_rehearsal_of_another_attention_is_refused(experiment: str, rehearsal: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"rehearse={rehearsal} is of a drafter with(out)? latent attention, the .*cpu_dspark_mla"
+    ):
+        replaced("config", [f"+experiment={experiment}", f"+rehearse={rehearsal}"])
+
+
+def test_latent_attention_is_rehearsed_without_the_gate() -> None:
+    found = {each.key: each.rehearsal for each in replaced("config", [f"{EXPERIMENT}_mla", f"{REHEARSE}_dspark_mla"])}
+    assert found["drafter.attention.kv_lora_rank"] == 32 and "serve" not in found["stages"]
+
+
 @pytest.mark.parametrize("drafter", ["dflash", "eagle3"])
 def test_the_other_drafters_have_sizes_of_their_own(drafter: str) -> None:
     config = compose("config", [f"+experiment=kimi_k3_{drafter}", f"+rehearse=cpu_{drafter}"])

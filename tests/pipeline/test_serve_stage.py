@@ -44,7 +44,6 @@ def test_the_defaults_can_be_served(drafter: str) -> None:
         (["drafter=dspark", "drafter.markov=gated"], {}, "train with drafter.markov=vanilla"),
         (["drafter=dflash", "drafter.sample_from_anchor=true"], {}, "train with drafter.sample_from_anchor=false"),
         (["drafter=eagle3"], {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (["evaluate.mode=[replay]", "evaluate.temperature=1"], {}, r"add decode to evaluate\.mode"),
         (["drafter=eagle3", "serve.num_draft_tokens=[3,adaptive]"], {}, "enable_adaptive_verification for DSpark only"),
     ],
 )
@@ -89,16 +88,38 @@ def test_what_a_running_server_cannot_obey_is_refused(idle: str) -> None:
         parts("serve.endpoint=http://localhost:1", idle)
 
 
-def test_a_replaying_gate_compares_with_what_was_evaluated(tmp_path) -> None:
+@pytest.mark.parametrize("split", ["evaluation", "served"])
+def test_a_replaying_gate_compares_with_what_was_evaluated(tmp_path, split: str) -> None:
     """For a target that no process here holds: neither weights nor states are asked for."""
     traces = [Trace(name, "sums", (VerifyStep(4, 2, 1),), 2) for name in "ab"]
-    save_traces(tmp_path / "traces.jsonl", {"replayed": traces})
+    paths = {"evaluation": tmp_path / "traces.jsonl", "served": tmp_path / "gate_traces.jsonl"}
+    save_traces(paths[split], {"replayed": traces})
     answered = [SimpleNamespace(id=name, answer_token_ids=(ord(name), 2)) for name in "cba"]
-    run: Any = SimpleNamespace(run=SimpleNamespace(traces=tmp_path / "traces.jsonl"), answered={"evaluation": answered})
+    folder = SimpleNamespace(traces=paths["evaluation"], gate_traces=paths["served"])
+    run: Any = SimpleNamespace(run=folder, answered={split: answered}, gate_split=split)
     asked: Any = [SimpleNamespace(id=name) for name in "acb"]  # c was refused by the replay
     own = replayed_here(run, asked)
     assert [prompt.id for prompt in own.prompts] == ["a", "b"] == [trace.prompt_id for trace in own.traces]
     assert own.texts == [(97, 2), (98, 2)] and own.way == "replay"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "alike"),
+    [
+        ([], True),
+        (["serve.temperature=1"], False),
+        (["evaluate.temperature=1"], False),  # the engine drafts its argmax where evaluate draws
+        (["evaluate.temperature=1", "evaluate.verification=block"], True),
+        (["evaluate.temperature=1", "serve.verification=block"], False),
+        (["serve.max_new_tokens=7"], False),
+    ],
+)
+def test_a_gate_by_replay_has_answers_of_its_own_where_the_engine_does_something_else(
+    overrides: list[str], alike: bool
+) -> None:
+    found = parts("evaluate.mode=[replay]", *overrides)
+    assert found.serving.as_evaluated(found.evaluation) == alike
+    assert found.serving.draft_greedily == (found.serving.verification == "token")
 
 
 def test_without_an_export_there_is_nothing_to_serve(tmp_path) -> None:

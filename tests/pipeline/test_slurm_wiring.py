@@ -9,11 +9,12 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from dspark_lab.__main__ import config_folder
-from dspark_lab.pipeline import slurm
+from dspark_lab.pipeline import settle, slurm
 from dspark_lab.pipeline.parts import Parts
-from dspark_lab.pipeline.slurm import hand_over, without_cluster, work_of, write_job
+from dspark_lab.pipeline.slurm import hand_over, num_nodes_of, without_cluster, work_of, write_job
 from dspark_lab.run import Run
 from dspark_lab.target.resolve import ASSETS
+from dspark_lab.training.place import Place
 
 LIVE = ("target=tiny", "data=dialogues", "engine=vllm", "store=mooncake", "data.source=live", "trainer.num_nodes=2")
 STAGES = ["regenerate", "capture", "train", "evaluate", "export"]
@@ -79,10 +80,8 @@ def test_what_cannot_be_a_job_is_refused(tmp_path: Path, overrides: list[str], s
 
 def test_an_allocation_of_the_right_size_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
-    with pytest.raises(ValueError, match=r"has 2 nodes, 3 are needed: 1 for engines .*, trainer\.num_nodes=2 for"):
-        write_job(parts(tmp_path, *LIVE), STAGES)
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    stored = parts(tmp_path, "target=tiny", "engine=vllm", "trainer.num_nodes=2")
+    assert num_nodes_of(parts(tmp_path, *LIVE), STAGES) == 3 and num_nodes_of(stored, ["train"]) == 2
     script = write_job(parts(tmp_path, *LIVE), STAGES)
     became: list[Any] = []
 
@@ -94,6 +93,18 @@ def test_an_allocation_of_the_right_size_runs_it(tmp_path: Path, monkeypatch: py
     with pytest.raises(SystemExit):
         hand_over(script, submits=True)
     assert became == [["bash", str(script)]]
+
+
+def test_the_tasks_of_a_step_are_a_group_for_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stages=doctor each looks at its own machine; the first holds the run."""
+    config: Any = SimpleNamespace(run=SimpleNamespace(fresh=False))
+    for name, value in {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert settle(["doctor"], config) == Place(2, 0, 1, None) and not settle(["doctor"], config).leads
+    with pytest.raises(ValueError, match="a group only does stages=train"):
+        settle(["plan"], config)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert settle(["doctor"], config).leads
 
 
 def test_to_submit_needs_an_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dspark_lab.cluster.doctor.look import Look
+from dspark_lab.cluster.neighbours import Step
 
 State = Literal["ok", "warned", "failed", "skipped"]
 
@@ -38,7 +39,9 @@ class Asked:
     admin_url: str | None
     protocol: str
     rdma_devices: str
-    advertised: str  # address of this machine that others are told
+    advertised: str  # address of this machine that others are told, or a name for it
+    subnet: str | None  # of a Slurm job, which takes the address in it; "": that of the node's name
+    step: Step | None  # of Slurm, of which this is one process
     segment_bytes: int
     buffer_bytes: int
     endpoints: Sequence[str]
@@ -77,3 +80,19 @@ def examine(patient: Patient, checks: Mapping[str, Check]) -> list[Finding]:
                 )
             )
     return found
+
+
+def ok(check: str, told: str) -> Finding:
+    return Finding(check=check, state="ok", told=told)
+
+
+def skipped(check: str, told: str) -> Finding:
+    return Finding(check=check, state="skipped", told=told)
+
+
+def warned(check: str, told: str, mend: str) -> Finding:
+    return Finding(check=check, state="warned", told=told, mend=mend)
+
+
+def failed(check: str, told: str, mend: str) -> Finding:
+    return Finding(check=check, state="failed", told=told, mend=mend)

@@ -11,11 +11,14 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
+from ipaddress import ip_interface
 from pathlib import Path
 
 import psutil
 import torch
 
+from dspark_lab.cluster.interface import addresses_of_this_name, choose, interfaces
+from dspark_lab.cluster.neighbours import Neighbour, Node, Step, meet
 from dspark_lab.nearby import DIRECT, answers, get_json, post_json
 
 
@@ -71,6 +74,22 @@ class Look:
             )
             for name, entries in psutil.net_if_addrs().items()
         }
+
+    def name(self) -> str:
+        return platform.node()
+
+    def address_in(self, subnet: str) -> str:
+        """ValueError where no interface is in it."""
+        return choose(subnet, interfaces(), addresses_of_this_name()).address
+
+    def networks(self) -> Sequence[str]:
+        """Of this machine's IPv4 addresses but loopback's, as 10.1.0.0/16."""
+        entries = [entry for each in psutil.net_if_addrs().values() for entry in each if entry.family == socket.AF_INET]
+        found = [ip_interface(f"{entry.address}/{entry.netmask}") for entry in entries if entry.netmask]
+        return sorted({str(each.network) for each in found if not each.is_loopback})
+
+    def meet(self, step: Step, own: Node) -> Sequence[Neighbour]:
+        return meet(step, own)
 
     def resolve(self, host: str) -> str:
         """OSError for a name that means nothing here."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dspark_lab.cluster.plan.flow import GB, GIB, WINDOW_SHARE, Corpus, Rates, samples_in_flight
+from dspark_lab.cluster.plan.flow import GB, GIB, WINDOW_SHARE, Corpus, Rates, exchanged_bytes, samples_in_flight
 from dspark_lab.cluster.plan.job import Job, Line
 from dspark_lab.cluster.plan.memory import total_bytes, training_flops, training_memory
 from dspark_lab.cluster.plan.placement import Node, Serving, place, serving
@@ -63,6 +63,9 @@ def make_plan(job: Job) -> Plan:
         "hours": job.max_steps * step_tokens / rate / 3600,
         "disk_bytes": disk_bytes(job, corpus),
     }
+    figures["exchanged_bytes_per_step"] = exchanged_bytes(
+        num_parameters=job.size.num_parameters, num_ranks=job.trainer.num_ranks, sharded=job.trainer.sharded
+    )
     if assumed.answer_tokens_per_s is not None:
         figures["answer_hours"] = corpus.num_tokens / (job.num_sets * assumed.answer_tokens_per_s) / 3600
     impossible += refusals(job, found, figures)

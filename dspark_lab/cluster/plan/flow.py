@@ -83,3 +83,11 @@ class Corpus:
 
 def samples_in_flight(segment_bytes: float, sample_bytes: float) -> int:
     return int(FILL * segment_bytes // sample_bytes)
+
+
+def exchanged_bytes(*, num_parameters: int, num_ranks: int, sharded: bool) -> float:
+    """That each rank of training sends in a step, in fp32: a ring's sum of the gradients and its result.
+
+    ``sharded``: the sum alone, and the weights, gathered for forward and for backward.
+    """
+    return (3 if sharded else 2) * (num_ranks - 1) / num_ranks * 4 * num_parameters

@@ -22,6 +22,7 @@ def words(job: Job, found: Serving | None, rates: Rates, figures: Figures, memor
         ),
         *_states(job, figures),
         *_rates(job, rates, figures),
+        *_exchange(job, figures),
         *_whole(job, figures),
     ]
 
@@ -91,6 +92,21 @@ def _states(job: Job, figures: Figures) -> list[Line]:
             )
         )
     return lines
+
+
+def _exchange(job: Job, figures: Figures) -> list[Line]:
+    """Between the ranks of training: over links where all of them are in one domain of these, else over cards."""
+    hardware, num_ranks = job.hardware, job.trainer.num_ranks
+    if num_ranks == 1:
+        return []
+    one_domain = job.num_training_nodes == 1 or hardware.link_domain > hardware.gpus_per_node
+    linked = num_ranks <= hardware.link_domain and one_domain
+    speed = hardware.link_bytes_per_s if linked else hardware.network_bytes_per_s
+    sent = _number(figures, "exchanged_bytes_per_step")
+    told = f"{_bytes(sent)} a step" + (f", {1000 * sent / speed:,.0f} ms at full speed" if speed else "")
+    because = f"fp32 gradients of {num_ranks} ranks{' and weights' * job.trainer.sharded}, "
+    because += f"links of {hardware.link_domain} GPUs" if linked else "the cards: they are in no one domain of links"
+    return [Line(section="rates", name="each rank sends", told=told, because=because)]
 
 
 def _rates(job: Job, rates: Rates, figures: Figures) -> list[Line]:
