@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 
 from dspark_lab.report.algorithms import algorithm_rows
 from dspark_lab.report.charts import COLOURS
@@ -39,7 +40,7 @@ def main() -> None:
     figure.savefig(given.out, metadata={"Date": None})
 
 
-def draw_curves(axis: plt.Axes, rows: list[Row], *, compute: bool) -> None:
+def draw_curves(axis: Axes, rows: list[Row], *, compute: bool) -> None:
     """Thin: a seed; thick: the mean over seeds."""
     for colour, row in zip(COLOURS * 2, rows, strict=False):
         points = defaultdict(list)
@@ -65,9 +66,9 @@ def draw_curves(axis: plt.Axes, rows: list[Row], *, compute: bool) -> None:
         axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1e3:,.0f}k")
 
 
-def draw_positions(axis: plt.Axes, rows: list[Row]) -> None:
+def draw_positions(axis: Axes, rows: list[Row]) -> None:
     for colour, row in zip(COLOURS * 2, rows, strict=False):
-        rates = [entry.value for entry in row.conditional_rates]
+        rates = [np.nan if entry.value is None else entry.value for entry in row.conditional_rates]
         axis.plot(range(1, len(rates) + 1), rates, marker="o", markersize=3, color=colour)
     axis.set_xlabel("draft position")
     axis.set_ylabel("acceptance rate, given the prefix (replayed)")

@@ -124,7 +124,7 @@ def answering(parts: Parts, grid: Grid) -> Sequence[str]:
     longest = max(grid.num_context_tokens) + grid.warmups + grid.repeats + 2
     longest = min(max(longest, *grid.num_prefill_tokens, 2) + 1, parts.target.spec.max_position_embeddings)
     dtype, folder = str(parts.config.engine.dtype), parts.target.resolved.folder
-    return parts.cluster.engine(folder, layer_ids=(), dtype=dtype, max_tokens=longest)
+    return parts.cluster.engine(folder, layer_ids=(), dtype=dtype, max_tokens=longest, payload_folder=None)
 
 
 def num_draft_tokens_of(server: RunningVllm) -> int:

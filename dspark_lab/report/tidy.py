@@ -77,12 +77,13 @@ def wandb_group_rows(group: str) -> list[dict[str, Any]]:
         raise ValueError(f"report.wandb_groups: {group!r}: name it as entity/project/group")
     try:
         import wandb
+        from wandb.errors import Error
     except ImportError as error:
         raise ValueError(f'report.wandb_groups={group}: pip install "dspark_lab[wandb]"') from error
     try:
         # Not lazy: config and summary come with the list, instead of a request for each run.
         runs = list(wandb.Api(timeout=WANDB_TIMEOUT_S).runs(project, filters={"group": name}, lazy=False))
-    except (wandb.errors.Error, ValueError) as error:
+    except (Error, ValueError) as error:
         raise ValueError(
             f"report.wandb_groups={group}: {error}. Is WANDB_API_KEY set, and WANDB_BASE_URL the server's?"
         ) from error

@@ -62,8 +62,9 @@ class Accounting(Callback):
         if totals.time_s <= 0:
             return {}
         found = {"tokens_per_s": totals.tokens / totals.time_s, "data_wait_share": totals.wait_s / totals.time_s}
-        if self.counted_rows:
-            found["mfu"] = self.flops(totals) / totals.capacity
+        flops = self.flops(totals)
+        if flops is not None:
+            found["mfu"] = flops / totals.capacity
         return found
 
     def flops(self, totals: Totals) -> float | None:
