@@ -228,7 +228,9 @@ METRICS: Mapping[str, MetricKind] = {
         "Training conversations whose answer shares 13 words in a row with a prompt of the benchmark / training "
         "conversations, before any is dropped for it.",
     ),
-    "regenerate_tokens_per_s": MetricKind("tokens/s", "Answer tokens drawn by the target / seconds, from when the engine was ready."),
+    "regenerate_tokens_per_s": MetricKind(
+        "tokens/s", "Answer tokens drawn by the target / seconds, from when the engine was ready."
+    ),
     "capture_tokens_per_s": MetricKind(
         "tokens/s", "Tokens whose states were captured / seconds, from when the engine was ready."
     ),
