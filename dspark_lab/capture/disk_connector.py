@@ -56,13 +56,14 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
             lock = self._lock_fds.pop(pending.req_id, None)
             if lock is not None:
                 os.close(lock)
-            self._req_copy_events[pending.req_id] = _Over()  # else its blocks are never free again
+            self._mark_copied(pending.req_id)  # else its blocks are never free again
 
     def _submit_copied(self, pending: Any) -> None:
         """As the stock connector, where there is no stream to copy on: the forward is over, and the copy is made at once."""
         if not self._is_tp_rank_zero:
             return
         cache, size = self._kv_cache, self._block_size
+        assert cache is not None
         slots = (torch.tensor(pending.block_ids)[:, None] * size + torch.arange(size)).flatten()
         states = stock.extract_from_kv_cache(cache, slots, len(pending.token_ids))  # indexing copies
         tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
@@ -70,10 +71,14 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
         if lock is None and self.use_lock:
             lock = os.open(pending.filename + LOCK, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        self._req_copy_events[pending.req_id] = _Over()
+        self._mark_copied(pending.req_id)
         written = self._executor.submit(self._write_tensors, tensors, _Over(), pending.filename, lock)
         self._req_futures[pending.req_id] = written
         written.add_done_callback(partial(self._on_write_done, pending.req_id))
+
+    def _mark_copied(self, request: str) -> None:
+        events: dict[str, Any] = self._req_copy_events
+        events[request] = _Over()
 
     @staticmethod
     def _write_tensors(tensors: dict[str, torch.Tensor], event: Any, filename: str, lock_fd: int | None) -> None:

@@ -4,6 +4,7 @@ Each has a log in the run's folder and a watcher (``watcher.py``) that ends the 
 or is killed, by SIGKILL too. Everything binds to the loopback interface unless a host is given.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -18,7 +19,10 @@ from typing import Self
 from dspark_lab.nearby import LOOPBACK, answers, free_port
 from dspark_lab.store.mooncake_admin import room
 
+log = logging.getLogger(__name__)
+
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
+STOP_S = GRACE_S + 50.0  # on a machine that is very busy
 POLL_S = 0.1
 TAIL_LINES = 20
 NUM_TRIES = 3  # another process may take a free port before the server does
@@ -69,11 +73,11 @@ class Service:
     def start(self) -> None:
         """The same command, again where it has ended. Returns at once."""
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
-        with self.log.open("ab") as log:
+        with self.log.open("ab") as file:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,  # a SIGKILL of the run's process group must leave the watcher its work
@@ -99,7 +103,10 @@ class Service:
         """End the process and everything it started. May be called twice."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
-            self._process.wait(GRACE_S + 5)
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:  # the watcher will: no reason to hide why the run stops
+                log.warning("%s has not ended %g s after it was told to", self.name, STOP_S)
 
     def __enter__(self) -> Self:
         return self

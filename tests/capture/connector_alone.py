@@ -39,6 +39,7 @@ def main(folder: Path) -> None:
     connector = connector_alone()
     theirs = stock.load_hidden_states(finish(connector, "cmpl-sound", folder / "payloads"))  # waits for the lock
     assert theirs["hidden_states"].shape == (6, 2, 8)
+    assert connector._kv_cache is not None
     connector._kv_cache[0, 1, 0, 0] = float("nan")
     finish(connector, "cmpl-spoilt", folder / "payloads")
     (folder / "file").touch()
