@@ -46,6 +46,12 @@ def refuse_unservable(parts: Parts) -> None:
             "evaluate.mode=[replay] with a temperature: the engine drafts greedily where a sampled replay draws, so they "
             "could not be compared; add decode to evaluate.mode, or set evaluate.temperature=0"
         )
+    most = options.get("num_draft_tokens") or options["block_size"] - (not options["sample_from_anchor"])
+    if (asked := parts.serving.judged or 0) > most:
+        said.append(
+            f"serve.num_draft_tokens={asked}: this {algorithm} drafts at most {most}; ask for fewer, or train with "
+            + ("a larger drafter.num_draft_tokens" if "num_draft_tokens" in options else "larger blocks")
+        )
     if "adaptive" in parts.serving.others:
         said += unservable_adaptively(algorithm, on_cpu=resolve_device("auto").type == "cpu")
     if said:

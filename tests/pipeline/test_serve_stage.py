@@ -49,6 +49,16 @@ def test_the_defaults_can_be_served(drafter: str) -> None:
         (["drafter=dflash", "drafter.sample_from_anchor=true"], {}, "train with drafter.sample_from_anchor=false"),
         (["drafter=eagle3"], {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (["evaluate.mode=[replay]", "evaluate.temperature=1"], {}, r"add decode to evaluate\.mode"),
+        (
+            ["drafter=dflash", "serve.num_draft_tokens=[3,8]"],
+            {},
+            r"serve\.num_draft_tokens=8: this dflash drafts at most 7",
+        ),
+        (
+            ["drafter=eagle3", "serve.num_draft_tokens=6"],
+            {},
+            r"at most 5; ask for fewer, or train with a larger drafter\.",
+        ),
         (["drafter=eagle3", "serve.num_draft_tokens=[3,adaptive]"], {}, "enable_adaptive_verification for DSpark only"),
     ],
 )
