@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import subprocess
 import urllib.error
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from dspark_lab.cluster.services import Role, Service
+from dspark_lab.cluster.services import GRACE_S, Role, Service
 from dspark_lab.nearby import DIRECT, LOOPBACK, answers, free_port, post_json
 
 TRITON_CPU = Path(__file__).with_name("triton_cpu")  # what is in it, and why: its README
@@ -27,6 +29,10 @@ _CAUSES = {
     ),
     r"Runner V2 requires Triton\.|No module named '?triton": (
         "this drafter needs vLLM's newer model runner and that needs Triton: pip install --no-deps triton"
+    ),
+    r"RPC call to \w+ timed out": (
+        "a single step took longer than vLLM waits for one: fewer requests at a time (serve.concurrency), a machine that is "
+        "less busy, or a larger VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
     ),
     r"greater than the derived max_model_len": "prompt and answer are longer than the target's context",
     r"not supported for now|architectures \[.*\] (are|is) not supported": (
@@ -48,6 +54,9 @@ class VllmApi:
     def check(self) -> None:
         """Raises ServiceError when the server is known to have ended."""
 
+    def await_end(self) -> None:
+        """Give a server whose engine has died the seconds in which it ends too."""
+
     def get(self, path: str, *, timeout_s: float = 30.0) -> str:
         """Body of a GET. OSError when the server does not answer."""
         with DIRECT.open(f"{self.url}{path}", timeout=timeout_s) as response:
@@ -64,8 +73,12 @@ class VllmApi:
         try:
             return post_json(f"{self.url}{path}", body, timeout_s=timeout_s)
         except urllib.error.HTTPError as error:
+            with error:
+                told = error.read().decode(errors="replace")
+            if error.code >= 500:
+                self.await_end()
             self.check()
-            raise ValueError(f"vLLM refused {path} ({error.code}): {error.read().decode(errors='replace')}") from error
+            raise ValueError(f"vLLM refused {path} ({error.code}): {told}") from error
         except OSError:
             self.check()
             raise
@@ -138,6 +151,10 @@ class VllmServer(Service, VllmApi):
         self.wait_ready(lambda: answers(f"{self.url}/health"), deadline_s=deadline_s)
         self.version = json.loads(self.get("/version"))["version"]
 
+    def await_end(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+
     def _tail(self) -> str:
         with self.log.open("rb") as file:
             file.seek(self._log_start)
@@ -175,7 +192,12 @@ def engine_environment(*, on_cpu: bool, interpret: bool) -> dict[str, str]:
         added |= {name: value for name, value in _CPU.items() if name not in os.environ}
     if interpret:
         paths = [str(TRITON_CPU), *filter(None, [os.environ.get("PYTHONPATH")])]
-        added |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        added |= {
+            "TRITON_INTERPRET": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1800",  # for one step; its 300 are too few on a busy CPU
+        }
     return added
 
 
