@@ -22,7 +22,9 @@ _CAUSES = {
     r"No module named '?vllm": "this Python has no vLLM: name the one that has it (serve.python)",
     r"No such file or directory.*python|not found.*python": "serve.python or serve.command_prefix does not exist",
     r"address already in use": "another process took the port: run again",
-    r"out of memory|OutOfMemoryError|Cannot allocate memory": "the machine's memory does not hold target and drafter",
+    r"out of memory|OutOfMemoryError|Cannot allocate memory|died unexpectedly \(exit code: -9\)": (
+        "the machine's memory does not hold target and drafter, beside what else runs there"
+    ),
     r"No available memory for the cache blocks|KV cache is needed, which is larger": (
         "too little memory is left for the cache: a larger --gpu-memory-utilization in serve.arguments, or on CPU a larger "
         "VLLM_CPU_KVCACHE_SPACE (GiB)"

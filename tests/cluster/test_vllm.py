@@ -54,8 +54,10 @@ def test_a_python_without_vllm(tmp_path: Path) -> None:
         VllmServer(folder=tmp_path, model="m", on_cpu=True, role=role)
 
 
-def test_an_unknown_failure_has_no_cause() -> None:
+def test_an_unknown_failure_has_no_cause_and_a_killed_process_has_one() -> None:
     assert likely_cause("nothing of note") is None
+    killed = likely_cause("ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor.")
+    assert killed and killed.startswith("the machine's memory")
     warning = (
         "WARNING 11-29 19:37:25 [x.py:9] Found ulimit of 1; this can cause OSError: [Errno 24] Too many open files\n"
     )
