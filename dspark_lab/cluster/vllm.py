@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import subprocess
 import urllib.error
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from dspark_lab.cluster.services import Role, Service
+from dspark_lab.cluster.services import GRACE_S, Role, Service
 from dspark_lab.nearby import DIRECT, LOOPBACK, answers, free_port, post_json, stream_events
 
 TRITON_CPU = Path(__file__).with_name("triton_cpu")  # what is in it, and why: its README
@@ -21,13 +22,19 @@ _CAUSES = {
     r"No module named '?vllm": "this Python has no vLLM: name the one that has it (serve.python)",
     r"No such file or directory.*python|not found.*python": "serve.python or serve.command_prefix does not exist",
     r"address already in use": "another process took the port: run again",
-    r"out of memory|OutOfMemoryError|Cannot allocate memory": "the machine's memory does not hold target and drafter",
+    r"out of memory|OutOfMemoryError|Cannot allocate memory|died unexpectedly \(exit code: -9\)": (
+        "the machine's memory does not hold target and drafter, beside what else runs there"
+    ),
     r"No available memory for the cache blocks|KV cache is needed, which is larger": (
         "too little memory is left for the cache: a larger --gpu-memory-utilization in serve.arguments, or on CPU a larger "
         "VLLM_CPU_KVCACHE_SPACE (GiB)"
     ),
     r"Runner V2 requires Triton\.|No module named '?triton": (
         "this drafter needs vLLM's newer model runner and that needs Triton: pip install --no-deps triton"
+    ),
+    r"RPC call to \w+ timed out": (
+        "a single step took longer than vLLM waits for one: fewer requests at a time (serve.concurrency), a machine that is "
+        "less busy, or a larger VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
     ),
     r"greater than the derived max_model_len": "prompt and answer are longer than the target's context",
     r"not supported for now|architectures \[.*\] (are|is) not supported": (
@@ -48,6 +55,9 @@ class VllmApi:
 
     def check(self) -> None:
         """Raises ServiceError when the server is known to have ended."""
+
+    def await_end(self) -> None:
+        """Give a server whose engine has died the seconds in which it ends too."""
 
     def get(self, path: str, *, timeout_s: float = 30.0) -> str:
         """Body of a GET. OSError when the server does not answer."""
@@ -75,8 +85,12 @@ class VllmApi:
         try:
             yield
         except urllib.error.HTTPError as error:
+            with error:
+                told = error.read().decode(errors="replace")
+            if error.code >= 500:
+                self.await_end()
             self.check()
-            raise ValueError(f"vLLM refused {path} ({error.code}): {error.read().decode(errors='replace')}") from error
+            raise ValueError(f"vLLM refused {path} ({error.code}): {told}") from error
         except OSError:
             self.check()
             raise
@@ -147,6 +161,10 @@ class VllmServer(Service, VllmApi):
         self.wait_ready(lambda: answers(f"{self.url}/health"), deadline_s=deadline_s)
         self.version = json.loads(self.get("/version"))["version"]
 
+    def await_end(self) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+
     def _tail(self) -> str:
         with self.log.open("rb") as file:
             file.seek(self._log_start)
@@ -196,7 +214,12 @@ def engine_environment(*, on_cpu: bool, interpret: bool) -> dict[str, str]:
         added |= {name: value for name, value in _CPU.items() if name not in os.environ}
     if interpret:
         paths = [str(TRITON_CPU), *filter(None, [os.environ.get("PYTHONPATH")])]
-        added |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        added |= {
+            "TRITON_INTERPRET": "1",
+            "VLLM_USE_V2_MODEL_RUNNER": "1",
+            "PYTHONPATH": os.pathsep.join(paths),
+            "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1800",  # for one step; its 300 are too few on a busy CPU
+        }
     return added
 
 

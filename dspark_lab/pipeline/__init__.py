@@ -21,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from dspark_lab.cluster.decision import needs_job
+from dspark_lab.cluster.services import ServiceError
 from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.export import refuse_unwritable
 from dspark_lab.pipeline.forecast import forecast
@@ -156,8 +157,10 @@ def carry_out(stages: Sequence[str], parts: Parts) -> float | None:
             failed = StageRecord(stage, time.monotonic() - started, error=str(error) or repr(error))
             update_results(parts.run.directory, run=parts.info, stage=failed)
             raise
-        record = {"time_s": time.monotonic() - started, **record}
-        update_results(parts.run.directory, run=parts.info, stage=StageRecord(stage, **record), metrics=metrics)
+        done = StageRecord(stage, **{"time_s": time.monotonic() - started, **record})
+        update_results(parts.run.directory, run=parts.info, stage=done, metrics=metrics)
+        if done.error:  # something failed in it, which takes nothing of the rest with it
+            raise ServiceError(f"{done.error}\nWhat {stage} has found out all the same is in {parts.run.directory}")
         if stage == "evaluate":
             acceptance = next(entry.value for entry in metrics if entry.name == "acceptance_length")
     return acceptance

@@ -1,7 +1,7 @@
 """The engine of stage *serve*: vLLM with the run's export, one server for each number of draft tokens, or a running one."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from dspark_lab.checkpoint.engines import VLLM_VERSION, cpu_faults, needs_newer_runner, speculative_config
 from dspark_lab.checkpoint.reading import Checkpoint
-from dspark_lab.cluster.services import Role
+from dspark_lab.cluster.services import Role, ServiceError
 from dspark_lab.cluster.vllm import RunningVllm, VllmApi, VllmServer
 from dspark_lab.evaluation.engine import ARGUMENTS, DRAFTING_ARGUMENTS, DraftCounters, Served, serve_prompts
 from dspark_lab.evaluation.recipe import NumDraftTokens
@@ -63,14 +63,15 @@ class Engine:
         found = self.checkpoint.description
         return cpu_faults(found.algorithm, found.options) if self.on_cpu else []
 
-    def measure(self, num_draft_tokens: NumDraftTokens) -> list[Measured]:
-        """Every concurrency with one server.
+    def measure(self, num_draft_tokens: NumDraftTokens) -> Iterator[Measured]:
+        """Every concurrency with one server, each as soon as it is known.
 
         Raises:
             ServiceError: the server did not start, or ended.
-            ValueError: ``serve.endpoint`` is not the server that the recipe says.
+            ValueError: ``serve.endpoint`` is not the server that the recipe says, or it refused a request.
+            OSError: it did not answer.
         """
-        recipe, drafts, measured = self.parts.serving, num_draft_tokens != 0, []
+        recipe, drafts = self.parts.serving, num_draft_tokens != 0
         with self._connect() if recipe.endpoint else self._start(num_draft_tokens) as server:
             if not server.version.startswith(VLLM_VERSION):
                 console.print(
@@ -84,8 +85,7 @@ class Engine:
             for concurrency in recipe.concurrency:
                 served = self._serve(server, self.prompts, drafts=drafts, concurrency=concurrency)
                 setting = self._setting(num_draft_tokens, concurrency, version=server.version)
-                measured.append(Measured(num_draft_tokens, concurrency, served, setting, interpreted))
-        return measured
+                yield Measured(num_draft_tokens, concurrency, served, setting, interpreted)
 
     def _serve(
         self, server: VllmApi, prompts: Sequence[TokenizedConversation], *, drafts: bool, concurrency: int
@@ -172,6 +172,27 @@ class Engine:
             role=role,
             deadline_s=recipe.deadline_s,
         )
+
+
+def measure_frontier(engine: Engine, numbers: Sequence[NumDraftTokens]) -> tuple[list[Measured], list[str]]:
+    """Everything that could be measured, and in words what failed; a server that fails takes no other's points with it.
+
+    Raises:
+        ServiceError, ValueError, OSError: the very first point failed, so there is nothing to judge.
+    """
+    measured: list[Measured] = []
+    failures: list[str] = []
+    for number in numbers:
+        try:
+            for found in engine.measure(number):
+                console.print(f"serve: {found.point}")
+                measured.append(found)
+        except (ServiceError, ValueError, OSError) as error:
+            if not measured:
+                raise
+            failures.append(f"serve.num_draft_tokens={number}: {error or repr(error)}")
+            console.print(f"serve: {failures[-1]}", style="red", markup=False)
+    return measured, failures
 
 
 def check_drafts(server: VllmApi, num_draft_tokens: int) -> None:

@@ -19,7 +19,7 @@ from dspark_lab.evaluation.decode import evaluate_decode
 from dspark_lab.evaluation.gate import Agreement, compare, mismatches
 from dspark_lab.evaluation.traces import read_traces
 from dspark_lab.pipeline.distributed import Outcome
-from dspark_lab.pipeline.engine import Engine, Measured
+from dspark_lab.pipeline.engine import Engine, Measured, measure_frontier
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console, track
 from dspark_lab.records import Metric, TokenizedConversation, Trace
@@ -42,6 +42,12 @@ def refuse_unservable(parts: Parts) -> None:
     on_cpu = resolve_device("auto").type == "cpu"
     if on_cpu and parts.serving.endpoint is None:
         said += unservable_on_cpu(options)
+    most = options.get("num_draft_tokens") or options["block_size"] - (not options["sample_from_anchor"])
+    if (asked := parts.serving.judged or 0) > most:
+        said.append(
+            f"serve.num_draft_tokens={asked}: this {algorithm} drafts at most {most}; ask for fewer, or train with "
+            + ("a larger drafter.num_draft_tokens" if "num_draft_tokens" in options else "larger blocks")
+        )
     if "adaptive" in parts.serving.others:
         said += unservable_adaptively(algorithm, on_cpu=on_cpu)
     if said:
@@ -69,7 +75,7 @@ def serve(parts: Parts) -> Outcome:
     engine = Engine(parts, checkpoint, prompts)
     for fault in engine.faults:
         console.print(f"[yellow]serve: {fault}[/yellow]")
-    measured = engine.measure(num_draft_tokens)
+    measured, failures = measure_frontier(engine, (num_draft_tokens, *recipe.others))
     served, setting = measured[0].served, measured[0].setting
     theirs = [answer.trace(prompt) for answer, prompt in zip(served.answers, prompts, strict=True)]
     agreement = compare(ours, theirs, seed=parts.evaluation.seed)
@@ -78,17 +84,12 @@ def serve(parts: Parts) -> Outcome:
         different = mismatches(own.texts, [answer.token_ids for answer in served.answers])
     tell(agreement, different, num_prompts=len(prompts))
 
-    for other in recipe.others:
-        measured += engine.measure(other)
-    frontier = [found.point for found in measured]
-    if len(frontier) > 1:
-        for point in frontier:
-            console.print(f"serve: {point}")
     record = {"agreement": asdict(agreement), "agrees": agreement.agrees, "setting": setting, "mismatches": different}
     record |= {
         "ours_by": own.way,
         "counters": served.counters and asdict(served.counters),
-        "frontier": [asdict(point) for point in frontier],
+        "frontier": [asdict(found.point) for found in measured],
+        "failures": failures,
     }
     record |= {name: [asdict(trace) for trace in traces] for name, traces in {"ours": ours, "served": theirs}.items()}
     (parts.run.directory / SERVED_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -103,7 +104,8 @@ def serve(parts: Parts) -> Outcome:
         metrics.append(
             metric("served_mismatch_rate", rate, origin="measured", setting=setting, num_samples=len(prompts))
         )
-    return {"num_in": len(prompts), "num_out": len(prompts), "unit": "prompts", "events": events}, metrics
+    accounting = {"num_in": len(prompts), "num_out": len(prompts), "unit": "prompts", "events": events}
+    return {**accounting, "error": "; ".join(failures) or None}, metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import stand_in_vllm
 
 from dspark_lab.cluster.services import Role, ServiceError
 from dspark_lab.cluster.vllm import TRITON_CPU, VllmServer, engine_environment, first_error, likely_cause
@@ -32,6 +33,20 @@ def test_a_failed_start_names_its_cause_and_its_first_error(tmp_path: Path) -> N
     assert "Engine core initialization failed" in told and "memory" not in told.partition("Last lines")[0]
 
 
+def test_an_engine_that_dies_at_work_is_told_by_its_log(tmp_path: Path) -> None:
+    role = Role(command_prefix=(sys.executable, stand_in_vllm.__file__))
+    with (
+        VllmServer(folder=tmp_path, model="m", on_cpu=True, role=role, deadline_s=60) as server,
+        pytest.raises(ServiceError) as error,
+    ):
+        server.post("/v1/completions", {}, timeout_s=60)
+    told = str(error.value)
+    assert told.startswith(
+        "vllm has ended with status 1. Likely cause: a single step took longer than vLLM waits for one"
+    )
+    assert "First error: TimeoutError: RPC call to sample_tokens timed out. Last lines" in told
+
+
 def test_a_python_without_vllm(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match=r"name the one that has it \(serve.python\)"):
         # Isolated and without site-packages, whatever is installed here.
@@ -39,8 +54,10 @@ def test_a_python_without_vllm(tmp_path: Path) -> None:
         VllmServer(folder=tmp_path, model="m", on_cpu=True, role=role)
 
 
-def test_an_unknown_failure_has_no_cause() -> None:
+def test_an_unknown_failure_has_no_cause_and_a_killed_process_has_one() -> None:
     assert likely_cause("nothing of note") is None
+    killed = likely_cause("ERROR Worker proc VllmWorker-0 died unexpectedly (exit code: -9), shutting down executor.")
+    assert killed and killed.startswith("the machine's memory")
     warning = (
         "WARNING 11-29 19:37:25 [x.py:9] Found ulimit of 1; this can cause OSError: [Errno 24] Too many open files\n"
     )
@@ -62,6 +79,7 @@ def test_the_stub_is_seen_by_that_process_alone(monkeypatch: pytest.MonkeyPatch)
     found = engine_environment(on_cpu=True, interpret=True)
     assert found["PYTHONPATH"].split(os.pathsep) == [str(TRITON_CPU), "/own"]
     assert (found["TRITON_INTERPRET"], found["VLLM_USE_V2_MODEL_RUNNER"]) == ("1", "1")
+    assert float(found["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]) > 300  # vLLM's own, which kills an engine on a busy CPU
     assert "PYTHONPATH" not in engine_environment(on_cpu=True, interpret=False)
     named = (
         "from importlib.metadata import entry_points\n"

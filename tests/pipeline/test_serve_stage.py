@@ -6,17 +6,21 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+from dspark_lab import pipeline
 from dspark_lab.__main__ import config_folder
 from dspark_lab.checkpoint.engines import cpu_faults
+from dspark_lab.cluster.services import ServiceError
 from dspark_lab.evaluation.engine import Answer, DraftCounters, Served
 from dspark_lab.evaluation.gate import compare
 from dspark_lab.evaluation.recipe import Serving
 from dspark_lab.evaluation.traces import save_traces
 from dspark_lab.pipeline import requested_stages
 from dspark_lab.pipeline.build import build
-from dspark_lab.pipeline.engine import Measured
+from dspark_lab.pipeline.engine import Measured, measure_frontier
 from dspark_lab.pipeline.serve import INTERPRETED, gate_metrics, refuse_unservable, replayed_here, serve, speed_metrics
 from dspark_lab.records import Trace, VerifyStep
+from dspark_lab.report.results import RunInfo, read_results
+from dspark_lab.report.vocabulary import metric
 
 
 def parts(*overrides: str, **rope: Any) -> Any:
@@ -44,6 +48,16 @@ def test_the_defaults_can_be_served(drafter: str) -> None:
         (["drafter=dspark", "drafter.markov=gated"], {}, "train with drafter.markov=vanilla"),
         (["drafter=dflash", "drafter.sample_from_anchor=true"], {}, "train with drafter.sample_from_anchor=false"),
         (["drafter=eagle3"], {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            ["drafter=dflash", "serve.num_draft_tokens=[3,8]"],
+            {},
+            r"serve\.num_draft_tokens=8: this dflash drafts at most 7",
+        ),
+        (
+            ["drafter=eagle3", "serve.num_draft_tokens=6"],
+            {},
+            r"at most 5; ask for fewer, or train with a larger drafter\.",
+        ),
         (["drafter=eagle3", "serve.num_draft_tokens=[3,adaptive]"], {}, "enable_adaptive_verification for DSpark only"),
     ],
 )
@@ -150,6 +164,56 @@ def test_interpreted_kernels_have_no_speed() -> None:
     }
     unknown = speed_metrics(Measured(3, 1, served, {}, interpreted=True))
     assert all(entry.value is None and entry.setting["undefined"] == INTERPRETED for entry in unknown)
+
+
+class FailingEngine:
+    """Measures two concurrencies with each server; ``fails`` says which servers end after how many of them."""
+
+    def __init__(self, fails: dict[int, int]) -> None:
+        self.fails = fails
+
+    def measure(self, number: int):
+        served = Served((Answer((1, 2), (3,), (0,), 0.5, 0.25),) * 2, DraftCounters(2, 6, 0, (0, 0, 0)), time_s=2.0)
+        for index, concurrency in enumerate((1, 4)):
+            if self.fails.get(number) == index:
+                raise ServiceError("vllm has ended with status 1. Likely cause: [the cache].")
+            yield Measured(number, concurrency, served, {}, interpreted=False)
+
+
+def test_a_server_that_fails_takes_no_other_points_with_it() -> None:
+    engine: Any = FailingEngine({3: 1, 5: 0})
+    measured, failures = measure_frontier(engine, (8, 3, 5, 0))
+    assert [(found.num_draft_tokens, found.concurrency) for found in measured] == [
+        (8, 1), (8, 4), (3, 1), (0, 1), (0, 4),
+    ]  # fmt: skip
+    assert failures == [
+        f"serve.num_draft_tokens={number}: vllm has ended with status 1. Likely cause: [the cache]."
+        for number in (3, 5)
+    ]
+
+
+def test_without_a_first_point_there_is_no_verdict() -> None:
+    engine: Any = FailingEngine({8: 0})
+    with pytest.raises(ServiceError, match="ended with status 1"):
+        measure_frontier(engine, (8, 3))
+
+
+def test_what_a_stage_measured_before_a_failure_is_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    length = metric("served_acceptance_length", 1.5, origin="measured", setting={})
+    record = {"num_in": 2, "num_out": 2, "error": "serve.num_draft_tokens=3: vllm has ended"}
+    monkeypatch.setitem(pipeline.STAGES, "serve", lambda parts: (record, [length]))  # pyright: ignore[reportArgumentType]
+    info = RunInfo(name="r", choices={}, config={}, config_hash="0", command="")
+    config = parts("export.force=true").config
+    run: Any = SimpleNamespace(name="r", directory=tmp_path)
+    job: Any = SimpleNamespace(
+        home=tmp_path, config=config, info=info, run=run, export=build(config, "export"), published=None
+    )
+    with pytest.raises(
+        ServiceError, match=r"num_draft_tokens=3: vllm has ended\nWhat serve has found out all the same"
+    ):
+        pipeline.carry_out(["serve"], job)
+    found = read_results(tmp_path)
+    assert found.metrics == (length,) and found.stages[0].error == record["error"]
 
 
 @pytest.mark.parametrize(("algorithm", "num_layers", "count"), [("eagle3", 2, 0), ("dflash", 1, 0), ("dspark", 2, 1)])
