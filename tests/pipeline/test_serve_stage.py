@@ -156,13 +156,13 @@ def test_metrics_say_where_they_come_from() -> None:
 
 def test_interpreted_kernels_have_no_speed() -> None:
     served = Served((Answer((1, 2), (3,), (0,), 0.5, 0.25),) * 2, DraftCounters(2, 6, 0, (0, 0, 0)), time_s=2.0)
-    known = speed_metrics(Measured(3, 1, served, {}, interpreted=False))
+    known = speed_metrics(Measured(3, 1, served, {"engine": "vllm 0.32"}, interpreted=False))
     assert {entry.name: entry.value for entry in known} == {
         "served_tokens_per_s": 2.0,
         "served_tokens_per_s_per_user": 4.0,
         "served_time_to_first_token_s": 0.5,
     }
-    unknown = speed_metrics(Measured(3, 1, served, {}, interpreted=True))
+    unknown = speed_metrics(Measured(3, 1, served, {"engine": "vllm 0.32"}, interpreted=True))
     assert all(entry.value is None and entry.setting["undefined"] == INTERPRETED for entry in unknown)
 
 
@@ -177,7 +177,7 @@ class FailingEngine:
         for index, concurrency in enumerate((1, 4)):
             if self.fails.get(number) == index:
                 raise ServiceError("vllm has ended with status 1. Likely cause: [the cache].")
-            yield Measured(number, concurrency, served, {}, interpreted=False)
+            yield Measured(number, concurrency, served, {"engine": "vllm 0.32"}, interpreted=False)
 
 
 def test_a_server_that_fails_takes_no_other_points_with_it() -> None:

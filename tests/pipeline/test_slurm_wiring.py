@@ -59,7 +59,9 @@ def test_what_says_where_a_run_is_carried_out_is_not_passed_on() -> None:
 def test_an_experiment_may_say_what_another_cluster_needs(tmp_path: Path) -> None:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = compose("config", ["cluster=attach", "+cluster.num_sets=2", "+cluster.roles.vllm.arguments=[--x]"])
-    attached = Parts.cluster.func(SimpleNamespace(config=config, run=Run("run", tmp_path, "hash")))  # pyright: ignore
+    attached = Parts.cluster.func(
+        SimpleNamespace(config=config, run=Run("run", tmp_path, "hash"), corpus=SimpleNamespace(source="stored"))
+    )  # pyright: ignore
     assert attached.mooncake().master_address == "127.0.0.1:50051"
 
 
