@@ -189,8 +189,9 @@ def num_sets_of(config: DictConfig) -> int:
     if isinstance(devices, str):
         return len(devices.split(","))
     here: Any = OmegaConf.select(config, "hardware.gpus_per_node")
-    beside = config.data.source == "live" and here is not None
-    return max(here - num_devices(config.trainer.devices, config.trainer.accelerator), 1) if beside else 1
+    if here is None or config.data.source != "live":
+        return 1
+    return max(here - num_devices(config.trainer.devices, config.trainer.accelerator), 1)
 
 
 def gpus_per_set_of(config: DictConfig) -> int:
