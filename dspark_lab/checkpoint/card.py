@@ -48,10 +48,14 @@ def model_card(
     *,
     verifier: str,
     serve_command: str,
+    faults: Sequence[str],
     under_load: str,
     warnings: Sequence[str],
 ) -> str:
-    """Markdown with the front matter that the Hugging Face hub reads. ``under_load`` is Markdown."""
+    """Markdown with the front matter that the Hugging Face hub reads. ``under_load`` is Markdown.
+
+    ``faults`` are the engine's, with the settings of ``serve_command``.
+    """
     licence = provenance.target_licence
     held = "Speculators format" if description.latent is None else "vLLM's k3_dspark format"
     front = {
@@ -66,6 +70,7 @@ def model_card(
         f"Drafts up to {description.num_draft_tokens} tokens for the target to verify. {held}; written by "
         f"dspark_lab from the run `{provenance.run}` ({provenance.checkpoint}).",
         "## Serve\n\n```bash\n" + serve_command + "\n```",
+        *[f"{fault}." for fault in faults],
         _warnings(warnings),
         "## Under load\n\n" + under_load,
         "## Target\n\n" + _target(provenance, verifier),

@@ -85,6 +85,17 @@ def cpu_faults(algorithm: str, options: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def verification_faults(verification: Verification) -> list[str]:
+    """Where vLLM verifies otherwise than its setting says, on GPUs too."""
+    if verification == "token":
+        return []
+    return [
+        f"vLLM {VLLM_VERSION} draws the random numbers of a position anew from the same seed in every step, and block "
+        "verification has looked at those of the drafts that fell: after a rejection it accepts less than is right, and "
+        "its text is not quite the target's"
+    ]
+
+
 def needs_newer_runner(algorithm: str, options: Mapping[str, Any], *, verification: Verification = "token") -> bool:
     """Whether only vLLM's newer model runner has it.
 
@@ -118,6 +129,11 @@ def speculative_config(
     return found | ({"enable_adaptive_verification": True} if adaptive else {})
 
 
+def card_verification(algorithm: str) -> Verification:
+    """What the model card's commands ask for."""
+    return "block" if algorithm == "dspark" else "token"
+
+
 def serve_command(
     description: Description,
     *,
@@ -134,7 +150,7 @@ def serve_command(
         description,
         folder=folder,
         num_draft_tokens=description.num_draft_tokens,
-        verification="block" if description.algorithm == "dspark" else "token",
+        verification=card_verification(description.algorithm),
     )
     if lengths:
         speculative["num_speculative_tokens_per_batch_size"] = [list(entry) for entry in lengths]

@@ -80,8 +80,8 @@ class Agreement:
         return f"{told}, difference {self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
 
-def compare(ours: Sequence[Trace], served: Sequence[Trace], *, seed: int) -> Agreement:
-    """Both of the same prompts in the same order, at least two.
+def compare(ours: Sequence[Trace], served: Sequence[Trace], *, seed: int, faults: Sequence[str] = ()) -> Agreement:
+    """Both of the same prompts in the same order, at least two. ``faults`` of the engine go before other causes.
 
     Raises:
         ValueError: one of them has no verify step, so there is nothing to compare.
@@ -95,18 +95,20 @@ def compare(ours: Sequence[Trace], served: Sequence[Trace], *, seed: int) -> Agr
     )
     length = acceptance_length(ours)
     agrees = _within(length, difference, low, high)
-    causes = () if agrees else likely_causes(acceptance_rates(ours).tolist(), acceptance_rates(served).tolist())
+    causes = ()
+    if not agrees:
+        causes = likely_causes(acceptance_rates(ours).tolist(), acceptance_rates(served).tolist(), faults)
     return Agreement(length, acceptance_length(served), difference, low, high, causes)
 
 
-def likely_causes(ours: Sequence[float], served: Sequence[float]) -> tuple[str, ...]:
+def likely_causes(ours: Sequence[float], served: Sequence[float], faults: Sequence[str] = ()) -> tuple[str, ...]:
     """What may be behind a disagreement, from the (unconditional) acceptance rates per position of both."""
     if len(ours) != len(served):
         return (
             f"the engine drafts {len(served)} tokens, {len(ours)} were drafted here: num_speculative_tokens differs",
         )
     told, causes = CAUSES[find_pattern(ours, served)]
-    return (told, *causes)
+    return (told, *faults, *causes)
 
 
 def find_pattern(ours: Sequence[float], served: Sequence[float]) -> Pattern:

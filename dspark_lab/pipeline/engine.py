@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dspark_lab.checkpoint.engines import VLLM_VERSION, cpu_faults, needs_newer_runner, speculative_config
+from dspark_lab.checkpoint.engines import (
+    VLLM_VERSION,
+    cpu_faults,
+    needs_newer_runner,
+    speculative_config,
+    verification_faults,
+)
 from dspark_lab.checkpoint.reading import Checkpoint
 from dspark_lab.cluster.services import Role, ServiceError
 from dspark_lab.cluster.vllm import RunningVllm, VllmApi, VllmServer
@@ -61,7 +67,8 @@ class Engine:
     def faults(self) -> list[str]:
         """Where it is known to compute something else than it should."""
         found = self.checkpoint.description
-        return cpu_faults(found.algorithm, found.options) if self.on_cpu else []
+        of_cpus = cpu_faults(found.algorithm, found.options) if self.on_cpu else []
+        return [*of_cpus, *verification_faults(self.parts.serving.verification)]
 
     def measure(self, num_draft_tokens: NumDraftTokens) -> Iterator[Measured]:
         """Every concurrency with one server, each as soon as it is known.

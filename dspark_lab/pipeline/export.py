@@ -13,7 +13,14 @@ from torch import Tensor
 from dspark_lab.checkpoint import k3_dspark
 from dspark_lab.checkpoint.card import Provenance, model_card, target_licence
 from dspark_lab.checkpoint.description import Description, describe, format_of
-from dspark_lab.checkpoint.engines import VLLM_VERSION, serve_command, unservable, untold
+from dspark_lab.checkpoint.engines import (
+    VLLM_VERSION,
+    card_verification,
+    serve_command,
+    unservable,
+    untold,
+    verification_faults,
+)
 from dspark_lab.checkpoint.export import write_folder
 from dspark_lab.checkpoint.speculators import config_of, tensors_of
 from dspark_lab.drafter.attention_kinds import NO_LATENTS, is_latent
@@ -79,6 +86,7 @@ def export(parts: Parts) -> Outcome:
             provenance,
             verifier=verifier,
             serve_command=command(),
+            faults=verification_faults(card_verification(description.algorithm)),
             under_load=under_load,
             warnings=warnings,
         ),

@@ -78,7 +78,7 @@ def serve(parts: Parts) -> Outcome:
     measured, failures = measure_frontier(engine, (num_draft_tokens, *recipe.others))
     served, setting = measured[0].served, measured[0].setting
     theirs = [answer.trace(prompt) for answer, prompt in zip(served.answers, prompts, strict=True)]
-    agreement = compare(ours, theirs, seed=parts.evaluation.seed)
+    agreement = compare(ours, theirs, seed=parts.evaluation.seed, faults=engine.faults)
     different = None
     if recipe.sampling.greedy:
         different = mismatches(own.texts, [answer.token_ids for answer in served.answers])

@@ -210,6 +210,7 @@ def card(*, verifier: str = "owner/target", warnings: tuple[str, ...] = (), **ch
         replace(PROVENANCE, **changes),
         verifier=verifier,
         serve_command=command,
+        faults=["it rounds"],
         under_load="By the number of requests: none.",
         warnings=warnings,
     )
@@ -228,6 +229,7 @@ def test_the_model_card_says_where_the_drafter_comes_from_and_how_to_serve_it():
         assert told in text
     assert PROVENANCE.acceptance in text
     assert "## Under load\n\nBy the number of requests: none." in text
+    assert "```\n\nit rounds.\n\n## Under load" in text
     assert "cannot serve" not in text
     assert "* markov=gated: no" in card(warnings=("markov=gated: no",))
 

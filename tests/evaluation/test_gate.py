@@ -28,8 +28,8 @@ def test_noise_of_both_signs_agrees_and_a_steady_loss_does_not() -> None:
     noisy = traces(*[[1, 2, 0, 2], [1, 2, 0, 0]] * 6)
     worse = traces(*[[1, 1, 0, 1], [0, 1, 0, 1]] * 6)
     assert compare(ours, noisy, seed=0).agrees
-    found = compare(ours, worse, seed=0)
-    assert not found.agrees
+    found = compare(ours, worse, seed=0, faults=["a known fault"])
+    assert not found.agrees and found.causes[1] == "a known fault"
     assert found.high < 0 and found.difference == pytest.approx(found.served - found.ours)
     assert "acceptance length 1.625 served, 2.000 here, difference -0.375 [" in str(found)
 
@@ -60,7 +60,7 @@ def test_patterns(served: list[float], pattern: Pattern) -> None:
     ours = [0.6, 0.42, 0.29]
     assert find_pattern(ours, served) == pattern
     told, causes = CAUSES[pattern]
-    assert likely_causes(ours, served) == (told, *causes)
+    assert likely_causes(ours, served, ["a known fault"]) == (told, "a known fault", *causes)
 
 
 def test_another_number_of_draft_tokens_goes_before_any_pattern() -> None:

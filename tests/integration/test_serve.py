@@ -4,14 +4,17 @@ Target and drafter in fp32 there and here, the drafter from the exported (bf16-r
 """
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from test_smoke import call
 
-from dspark_lab.checkpoint.engines import cpu_faults
-from dspark_lab.cluster.vllm import VllmServer
+from dspark_lab.checkpoint.engines import cpu_faults, verification_faults
+from dspark_lab.cluster.vllm import VllmServer, engine_environment
 from dspark_lab.evaluation.engine import ARGUMENTS, DRAFTING_ARGUMENTS
 from dspark_lab.hardware.engine import measure_engine_steps
 from dspark_lab.hardware.measure import Grid
@@ -135,3 +138,16 @@ def test_the_fault_of_the_cpu_engine_is_still_there() -> None:
     expected = torch.nn.functional.rms_norm(keys, (32,), eps=1e-6)
     assert torch.allclose(normed[1], expected[1], atol=1e-4), "each layer has its own weight now: see cpu_faults"
     assert cpu_faults("dflash", {"num_layers": 2}) != [] == cpu_faults("dflash", {"num_layers": 1})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="by the interpreted kernel, which is the same on GPUs")
+def test_block_verification_still_takes_the_coins_that_an_earlier_step_has_seen() -> None:
+    """Where this fails, ``verification_faults`` can go."""
+    steps = [sys.executable, str(Path(__file__).with_name("block_coins.py"))]
+    added = engine_environment(on_cpu=True, interpret=True)
+    done = subprocess.run(steps, capture_output=True, text=True, env={**os.environ, **added})
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    assert {0, 2} == set(first)
+    assert [accepted // 2 for accepted in first] == second, "coins of their own in every step now"
+    assert verification_faults("block") != [] == verification_faults("token")
