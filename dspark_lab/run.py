@@ -46,7 +46,17 @@ NOT_IDENTITY_WITHIN = {
     "trainer": frozenset({"max_steps", "log_every_steps", "checkpoint_every_steps"}),
     "target": frozenset({"serving", "facts"}),
     "engine": frozenset(
-        {"home", "endpoints", "endpoints_file", "concurrency", "timeout_s", "payload_timeout_s", "patience_s", "probe"}
+        {
+            "home",
+            "endpoints",
+            "endpoints_file",
+            "concurrency",
+            "timeout_s",
+            "payload_folder",
+            "payload_timeout_s",
+            "patience_s",
+            "probe",
+        }
     ),
     "data": frozenset({"source", "num_workers", "prefetch_factor"}),
     "callbacks": frozenset({"replay", "decode", "early_stop"}),
