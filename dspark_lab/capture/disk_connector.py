@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (  # pyright: ignore[re
 )
 
 from dspark_lab.capture.payloads import ERROR, LOCK
+from dspark_lab.store.sample import is_finite
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,9 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
         """In a thread of the writer's: write, or leave a marker, then let the reader in."""
         try:
             event.synchronize()
-            require_finite(tensors["hidden_states"])
+            states = tensors["hidden_states"]
+            if not is_finite(states):
+                raise ValueError(f"Non-finite hidden states {list(states.shape)}")
             save_file(tensors, filename)
         except Exception as error:
             Path(filename).unlink(missing_ok=True)
@@ -110,13 +113,6 @@ def require_layers(cache: torch.Tensor | None, *, block_size: int, num_layers: i
             f"size = {block_size} x {num_layers} x {hidden_size}): it captures other layers than "
             "eagle_aux_hidden_state_layer_ids of --speculative-config."
         )
-
-
-def require_finite(states: torch.Tensor) -> None:
-    """Raises ValueError."""
-    # Minimum and maximum carry NaN and infinity.
-    if not bool(torch.isfinite(torch.stack(torch.aminmax(states))).all()):
-        raise ValueError(f"Non-finite hidden states {list(states.shape)}")
 
 
 class _Over:

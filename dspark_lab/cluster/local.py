@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment, Role, Service, ServiceError, role_of
-from dspark_lab.cluster.vllm import VllmServer, capture_arguments, through_files, through_mooncake
+from dspark_lab.cluster.vllm import VllmServer, answer_arguments, capture_arguments, through_files, through_mooncake
 from dspark_lab.progress import console
 from dspark_lab.store.mooncake_connection import MooncakeConnection
 from dspark_lab.target.precision import has_bfloat16
@@ -214,8 +214,7 @@ class LocalCluster:
             files = payload_folder and through_files(payload_folder)
             kind = capture_arguments(layer_ids, transfer=files or through_mooncake(self.mooncake().of_connector))
         else:
-            # vLLM's CPU engine dies of a prompt in chunks whose request has a seed.
-            kind = ["--no-enable-chunked-prefill"] if on_cpu else []
+            kind = answer_arguments(on_cpu=on_cpu)
         doing = "captures" if layer_ids else "answers"
         console.print(f"cluster: starting the vLLM that {doing} ({self.folder / 'vllm.log'})")
         if dtype == "bfloat16" and on_cpu and not has_bfloat16(torch.device("cpu")):

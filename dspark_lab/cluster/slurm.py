@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dspark_lab.cluster.services import master_arguments, role_of, segment_arguments
-from dspark_lab.cluster.vllm import capture_arguments, engine_environment, through_mooncake
+from dspark_lab.cluster.vllm import answer_arguments, capture_arguments, engine_environment, through_mooncake
 from dspark_lab.signals import REQUEUE
 from dspark_lab.store.mooncake_connection import MooncakeConnection
 from dspark_lab.validation import checked
@@ -270,8 +270,7 @@ class SlurmJob:
                 *("--dtype", engine.dtype, "--generation-config", "vllm", *vllm.arguments),
                 environment={name: value for name, value in environment.items() if name not in self.environment},
             ),
-            # vLLM's CPU engine dies of a prompt in chunks whose request has a seed.
-            "answering": ["--no-enable-chunked-prefill"] if on_cpu else [],
+            "answering": answer_arguments(on_cpu=on_cpu),
             "capturing": capture_arguments(engine.layer_ids, transfer=through_mooncake(self.mooncake.of_connector)),
         }
 

@@ -189,6 +189,12 @@ def capture_arguments(layer_ids: Sequence[int], *, transfer: Mapping[str, Any]) 
     ]  # fmt: skip
 
 
+def answer_arguments(*, on_cpu: bool) -> list[str]:
+    """Arguments of a server that only answers."""
+    # vLLM's CPU engine dies of a prompt in chunks whose request has a seed.
+    return ["--no-enable-chunked-prefill"] if on_cpu else []
+
+
 def through_mooncake(connection: Mapping[str, Any]) -> dict[str, Any]:
     """``connection``: of the connector, as ``hs_connectors.MooncakeStoreConfig``."""
     return {

@@ -54,13 +54,17 @@ def misfit(sample: TargetSample, *, manifest: Manifest) -> str | None:
 def require_finite(key: str, sample: TargetSample) -> None:
     """Raises NonFiniteSampleError that names the key and the tensor."""
     for name in ("hidden_states", "last_hidden_state"):
-        # Minimum and maximum carry NaN and infinity; 40 times faster than isfinite().all() in bf16.
-        extremes = torch.stack(torch.aminmax(getattr(sample, name)))
-        if not bool(torch.isfinite(extremes).all()):
+        if not is_finite(getattr(sample, name)):
             raise NonFiniteSampleError(
                 f"sample {key!r}: {name} contains NaN or infinity. Leave this conversation out and count it; if "
                 "there are many, run the target in bfloat16 or float32 instead of float16."
             )
+
+
+def is_finite(states: Tensor) -> bool:
+    """Of a tensor that is not empty."""
+    # Minimum and maximum carry NaN and infinity; 40 times faster than isfinite().all() in bf16.
+    return bool(torch.isfinite(torch.stack(torch.aminmax(states))).all())
 
 
 def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,19 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from captured_states import CONVERSATION, MANIFEST, STATES
 from safetensors.torch import save_file
 
 from dspark_lab.capture.client import CaptureClient
 from dspark_lab.capture.payloads import FilePayloads
 from dspark_lab.capture.protocol import CaptureError
-from dspark_lab.records import TokenizedConversation
-from dspark_lab.store.protocol import Manifest
-
-MANIFEST = Manifest(
-    "tiny", revision="r", fingerprint="f", template_hash="t", layer_ids=(1, 2), hidden_size=8, engine="vllm"
-)
-CONVERSATION = TokenizedConversation("c", torch.arange(5, 42), torch.arange(37) > 20)
-STATES = torch.randn(37, 3, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
 
 class Writer:
