@@ -73,7 +73,7 @@ def make_run(
         machine="m",
     )
     update_results(directory, run=run, stage=capture, metrics=[metric("stored_bytes", 10**9, origin="measured")])
-    trained = {"num_train_steps": 300, "num_train_tokens": 1_234_567, "train_time_s": 200.4}
+    trained = {"num_train_steps": 300, "num_train_tokens": 1_234_567, "train_time_s": 200.4, "train_flops": 4e12}
     metrics = [metric(name, value, origin="measured") for name, value in trained.items()]
     update_results(directory, run=run, stage=StageRecord("train", 200.4, machine="m"), metrics=metrics)
     if evaluated:
