@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -11,17 +10,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-import dspark_lab
-
-HERE = Path(dspark_lab.__file__).parent
-
-
-def config_folder() -> Path:
-    """``conf/`` beside the modules (a wheel), else beside the package (a clone or an editable install)."""
-    for folder in (HERE / "conf", HERE.parent / "conf"):
-        if (folder / "config.yaml").exists():
-            return folder
-    raise FileNotFoundError(f"no conf/config.yaml in {HERE} or {HERE.parent}: the installation is incomplete")
+from dspark_lab.configs import config_folder
 
 
 class JobError(CompactHydraException):

@@ -14,7 +14,8 @@ from hydra.errors import ConfigCompositionException
 from lightning.pytorch.callbacks import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from dspark_lab.__main__ import config_folder, refuse_swept_stages
+from dspark_lab.__main__ import refuse_swept_stages
+from dspark_lab.configs import config_folder
 from dspark_lab.pipeline import requested_stages
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.callbacks import build_callbacks, monitored

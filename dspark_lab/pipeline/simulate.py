@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from dspark_lab.configs import changed
 from dspark_lab.hardware.deployment import Deployment, Hardware, deploy
 from dspark_lab.hardware.served import ServedDrafter, ServedTarget
-from dspark_lab.pipeline.build import build, build_scheduler, confidence_source
+from dspark_lab.pipeline.build import build, build_scheduler
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console, track
@@ -86,8 +87,8 @@ def acceptance_of(parts: Parts) -> tuple[AcceptanceTable, ServedDrafter, str]:
 def schemes_of(parts: Parts, recipe: Simulation, table: AcceptanceTable) -> list[Scheme]:
     """The run's scheduler, then its baselines. Plain decoding is always the one without a drafter."""
     chosen = parts.info.choices["scheduler"]
-    name = f"{chosen} by probability" if confidence_source(parts.config) == "probability" else chosen
-    schemes = [] if chosen == "none" else [Scheme(name=name, acceptance=table, make_scheduler=maker(parts))]
+    scheme = Scheme(name=scheme_name(parts), acceptance=table, make_scheduler=maker(parts))
+    schemes = [] if chosen == "none" else [scheme]
     if chosen == "none" or "none" in recipe.baselines:
         schemes.append(Scheme(name="none", acceptance=None))
     if "mtp1" in recipe.baselines:
@@ -96,6 +97,13 @@ def schemes_of(parts: Parts, recipe: Simulation, table: AcceptanceTable) -> list
     if chosen != "oracle" and "oracle" in recipe.baselines:
         schemes.append(Scheme(name="oracle", acceptance=table, make_scheduler=lambda profile: Oracle(hardware=profile)))
     return schemes
+
+
+def scheme_name(parts: Parts) -> str:
+    """The chosen scheduler with what differs from its config group: "hardware_aware, mode=early_stop"."""
+    chosen = parts.info.choices["scheduler"]
+    config: Any = OmegaConf.to_container(parts.config.scheduler, resolve=True)
+    return ", ".join([chosen, *(f"{key}={value}" for key, value in changed("scheduler", chosen, config).items())])
 
 
 def lengths_of(recipe: Simulation, table: AcceptanceTable, drafter: ServedDrafter) -> dict[int, Scheme]:

@@ -172,7 +172,7 @@ class FrontierFile:
     @property
     def name(self) -> str:
         """Its folder: "hardware_aware-h200-1a2b3c4d"; what was simulated otherwise has another one."""
-        first = self.curves[0].scheme
+        first = self.curves[0].scheme.split(",")[0]
         told = content_hash([self.setting, [curve.scheme for curve in self.curves]], 8)
         return f"{first}-{self.setting['hardware']}-{told}"
 

@@ -20,7 +20,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from rich.progress import track
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.decoding.batch import decode_batch
 from dspark_lab.drafter.context import DraftContext
 from dspark_lab.evaluation.calibration import read_temperatures

@@ -16,7 +16,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from scipy.optimize import brentq, least_squares
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.hardware.accelerator import Accelerator
 from dspark_lab.hardware.calibrated import Calibrated, Timed, calibrate, calibrate_published
 from dspark_lab.hardware.protocol import Floats, StepShape

@@ -26,7 +26,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import nn
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.data.packing import Row, collate
 from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe

@@ -30,7 +30,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.data.datamodule import Collation, RowSampler, StoredRows
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.drafter.block import BlockDrafter

@@ -13,9 +13,9 @@ import stand_in_vllm
 from hydra import compose, initialize_config_dir
 from test_services import eventually, listens, lives, needs_mooncake, start_parent
 
-from dspark_lab.__main__ import config_folder
 from dspark_lab.cluster.local import EngineRecipe, LocalCluster, MooncakeRecipe
 from dspark_lab.cluster.services import Service, ServiceError
+from dspark_lab.configs import config_folder
 from dspark_lab.nearby import answers
 from dspark_lab.pipeline.build import build
 from dspark_lab.store.mooncake_connection import MooncakeConnection

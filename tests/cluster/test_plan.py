@@ -13,11 +13,11 @@ from accelerators import accelerator
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from dspark_lab.__main__ import config_folder
 from dspark_lab.cluster.plan import make_plan
 from dspark_lab.cluster.plan.flow import States
 from dspark_lab.cluster.plan.job import Assumptions, Job
 from dspark_lab.cluster.slurm import Engine, Work
+from dspark_lab.configs import config_folder
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.plan import job_of, spec_of_facts
 

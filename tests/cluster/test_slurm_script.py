@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dspark_lab.__main__ import config_folder
 from dspark_lab.cluster.interface import Interface, choose
 from dspark_lab.cluster.slurm import Engine, SlurmJob, Work, in_bash, variable
+from dspark_lab.configs import config_folder
 from dspark_lab.pipeline.build import build
 
 RACK = (

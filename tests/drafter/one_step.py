@@ -8,8 +8,8 @@ import psutil
 import torch
 from hydra import compose, initialize_config_dir
 
-from dspark_lab.__main__ import config_folder
 from dspark_lab.cluster.plan.memory import TrainingPlace, total_bytes, training_memory
+from dspark_lab.configs import config_folder
 from dspark_lab.data.vocabulary import DraftVocabulary
 from dspark_lab.drafter.base import Borrowed, Recipe
 from dspark_lab.pipeline.build import build

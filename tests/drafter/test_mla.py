@@ -11,7 +11,7 @@ from tiny_world import LATENT, SPEC, assert_close, build, documents, pack, targe
 from torch import Tensor
 from true_k3 import true_size
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.drafter.attention_kinds import LatentAttention
 from dspark_lab.pipeline.build import build as build_node
 from dspark_lab.pipeline.export import refuse_unwritable

@@ -3,7 +3,7 @@
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.pipeline.plan import drafter_on_meta, spec_of_facts
 

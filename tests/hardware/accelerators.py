@@ -6,7 +6,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.hardware.accelerator import Accelerator
 from dspark_lab.hardware.served import ServedDrafter, ServedTarget
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.hardware import engine
 from dspark_lab.hardware.engine import measure_engine_steps, separate_drafts, steps_together
 from dspark_lab.hardware.measure import Grid

@@ -3,7 +3,7 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.hardware.measure import Grid, measure_steps
 from dspark_lab.pipeline.build import build
 from dspark_lab.target.huggingface import HuggingFaceTarget

@@ -8,7 +8,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.data.dialogues import Dialogues
 from dspark_lab.data.prompts import ReasoningGym
 from dspark_lab.data.vocabulary import DraftVocabulary

@@ -17,8 +17,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from virtual_slurm import SUBNET, VirtualSlurm, missing_programs
 
-from dspark_lab.__main__ import config_folder
 from dspark_lab.cluster.slurm import Work
+from dspark_lab.configs import config_folder
 from dspark_lab.pipeline.build import build
 from dspark_lab.report.metrics_log import curve, read_metrics
 from dspark_lab.report.results import read_results

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.evaluation.calibration import read_temperatures
 from dspark_lab.evaluation.traces import save_traces
 from dspark_lab.pipeline import requested_stages

@@ -5,7 +5,7 @@ import re
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.pipeline.combinations import CONTRADICTIONS, refuse_contradictions
 
 SERVER = "engine.endpoints=[http://127.0.0.1:8000]"

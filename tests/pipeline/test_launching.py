@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.pipeline import settle
 from dspark_lab.pipeline.distributed import must_launch
 from dspark_lab.training.place import Place

@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.data.live import LiveRecipe
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.live import live_data

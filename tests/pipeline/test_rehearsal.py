@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dspark_lab.__main__ import config_folder, in_order
+from dspark_lab.__main__ import in_order
+from dspark_lab.configs import config_folder
 from dspark_lab.pipeline.rehearsal import replaced, table_of
 
 EXPERIMENT, REHEARSE = "+experiment=kimi_k3_dspark", "+rehearse=cpu"

@@ -7,9 +7,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from dspark_lab import pipeline
-from dspark_lab.__main__ import config_folder
 from dspark_lab.checkpoint.engines import cpu_faults
 from dspark_lab.cluster.services import ServiceError
+from dspark_lab.configs import config_folder
 from dspark_lab.evaluation.engine import Answer, DraftCounters, Served
 from dspark_lab.evaluation.gate import compare
 from dspark_lab.evaluation.recipe import Serving

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.evaluation.traces import save_traces
 from dspark_lab.hardware.protocol import HardwareProfile
 from dspark_lab.pipeline.simulate import simulate
@@ -126,7 +126,7 @@ def test_a_calibrated_run_schedules_by_its_temperatures(tmp_path: Path) -> None:
     lengths = [
         entry.value
         for entry in metrics
-        if entry.name == "simulated_acceptance_length" and entry.setting["scheduler"] == "threshold"
+        if entry.name == "simulated_acceptance_length" and entry.setting["scheduler"] == "threshold, survival=0.4"
     ]
     assert lengths and all(value is not None and value <= 2 for value in lengths)
 
@@ -161,7 +161,7 @@ def test_probabilities_schedule_a_drafter_without_a_head(tmp_path: Path) -> None
         for entry in metrics
         if entry.name == "simulated_verified_tokens_per_step"
     }
-    assert lengths["threshold by probability"] == 4  # 0.8 to the fourth is above 0.3
+    assert lengths["threshold, confidence=probability"] == 4  # 0.8 to the fourth is above 0.3
 
 
 def test_equal_seeds_give_equal_files(tmp_path: Path) -> None:
@@ -236,3 +236,10 @@ def test_schedulers_of_one_setting_share_a_chart(tmp_path: Path) -> None:
     (chart,) = together(FrontierFile.load_all(tmp_path))
     assert [curve.scheme for curve in chart.curves] == ["fixed", "threshold", "none", "mtp1"]
     assert len(chart.sentences) == 4
+
+
+def test_one_scheduler_with_two_settings_stands_side_by_side(tmp_path: Path) -> None:
+    for setting in ((), ("scheduler.survival=0.6",)):
+        simulate(parts(tmp_path, *PUBLISHED, "scheduler=threshold", *setting, name="threshold"))
+    (merged,) = together(FrontierFile.load_all(tmp_path))
+    assert {curve.scheme for curve in merged.curves[:2]} == {"threshold", "threshold, survival=0.6"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.pipeline import settle, slurm
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.slurm import hand_over, num_nodes_of, without_cluster, work_of, write_job

@@ -7,7 +7,7 @@ from curves import CURVES, V4_FLASH, Curve, sps
 from enumeration import World, emitted_texts, random_world, target_texts
 from hydra import compose, initialize_config_dir
 
-from dspark_lab.__main__ import config_folder
+from dspark_lab.configs import config_folder
 from dspark_lab.pipeline.build import build_scheduler
 from dspark_lab.scheduler.budget import (
     StepCosts,
