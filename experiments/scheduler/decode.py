@@ -5,7 +5,7 @@
 RUN is a folder that `python -m dspark_lab` trained, evaluated and calibrated with the overrides given here. Step times are
 measured first (verify over requests and tokens, draft over requests) and fitted as `stages=profile` fits them. All ways of
 decoding then take turns, round after round, on the benchmark's prompts. *Predicted* is the simulator with those step times
-and the rounds that replay of the same benchmark had, in the same batches: its requests come together and none joins.
+and the rounds that replay of the same prompts had, in the same batches: its requests come together and none joins.
 Seconds are CPU seconds of this process, which other programs on the machine change little: run it with one thread.
 """
 
@@ -127,10 +127,10 @@ def main() -> None:
     info = RunInfo(options.run.name, {"engine": "huggingface", "store": "disk", "cluster": "attach"}, {}, "", "")
     parts = Parts(config, Run(options.run.name, options.run, ""), info, Place.of())
     drafter, _ = trained(parts)
-    prompts = [prompt_only(conversation).token_ids for conversation in parts.tokenized["evaluation"]]
+    evaluated = parts.tokenized["evaluation"]
+    prompts = [prompt_only(conversation).token_ids for conversation in evaluated]
     profile = measure(parts.target, drafter, max(prompts, key=len), options.timed or options.batches)
-    rounds = read_traces(parts.run.traces, origin="replayed")
-    table = from_traces(rounds, name="replay", origin="replayed", num_draft_tokens=drafter.num_draft_tokens)
+    replayed = {trace.prompt_id: trace for trace in read_traces(parts.run.traces, origin="replayed")}
     temperatures = read_temperatures(parts.run.calibration)
 
     def aware(mode) -> Calibrated:
@@ -153,6 +153,8 @@ def main() -> None:
         groups = [
             prompts[start : start + size] for start in range(0, max(options.prompts if size > 1 else 4, size), size)
         ]
+        told = [replayed[conversation.id] for conversation in evaluated[: sum(map(len, groups))]]
+        table = from_traces(told, name="replay", origin="replayed", num_draft_tokens=drafter.num_draft_tokens)
         for _ in range(options.rounds):
             for name, (proposer, scheduler) in ways.items():
                 start, decoded = time.process_time(), []
