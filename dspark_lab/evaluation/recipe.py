@@ -10,7 +10,7 @@ from dspark_lab.decoding.verification import Verification
 from dspark_lab.records import Sampling
 from dspark_lab.validation import checked
 
-Mode = Literal["replay", "decode"]
+Mode = Literal["replay", "decode", "batch"]
 
 
 class Benchmark:
@@ -33,6 +33,9 @@ class Evaluation:
         num_draft_tokens: int | None,
         num_replay_prompts: int,
         num_decode_prompts: int,
+        batch_sizes: tuple[PositiveInt, ...],
+        num_batch_prompts: PositiveInt,
+        num_batch_rounds: PositiveInt,
         temperature: float,
         top_k: int,
         top_p: float,
@@ -43,10 +46,14 @@ class Evaluation:
     ) -> None:
         self.modes: tuple[Mode, ...] = (mode,) if isinstance(mode, str) else mode
         if not self.modes:
-            raise ValueError("mode is empty: choose replay, decode or [replay, decode]")
+            raise ValueError("mode is empty: choose replay, decode, batch or several, e.g. [replay, decode]")
+        if not batch_sizes:
+            raise ValueError("batch_sizes is empty: say how many requests are decoded together, e.g. [1,4,16]")
         self.checkpoint = checkpoint
         self.num_draft_tokens = num_draft_tokens
         self.num_replay_prompts, self.num_decode_prompts = num_replay_prompts, num_decode_prompts
+        self.batch_sizes = batch_sizes
+        self.num_batch_prompts, self.num_batch_rounds = num_batch_prompts, num_batch_rounds
         self.sampling = Sampling(temperature, top_k, top_p, max_new_tokens)
         self.verification: Verification = verification
         _refuse_greedy_blocks(verification, self.sampling)

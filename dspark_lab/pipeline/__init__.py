@@ -162,7 +162,7 @@ def carry_out(stages: Sequence[str], parts: Parts) -> float | None:
         if done.error:  # something failed in it, which takes nothing of the rest with it
             raise ServiceError(f"{done.error}\nWhat {stage} has found out all the same is in {parts.run.directory}")
         if stage == "evaluate":
-            acceptance = next(entry.value for entry in metrics if entry.name == "acceptance_length")
+            acceptance = next((entry.value for entry in metrics if entry.name == "acceptance_length"), None)
     return acceptance
 
 

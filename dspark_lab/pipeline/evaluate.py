@@ -1,4 +1,4 @@
-"""Stage *evaluate*: acceptance by replay and by real decoding."""
+"""Stage *evaluate*: acceptance by replay and by real decoding, one prompt at a time or in batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,6 +10,7 @@ from dspark_lab.evaluation.decode import Timing, evaluate_decode, save_timing
 from dspark_lab.evaluation.examples import Example, choose, explain, save_examples
 from dspark_lab.evaluation.replay import ReplayResult, evaluate_replay
 from dspark_lab.evaluation.traces import save_traces
+from dspark_lab.pipeline.batches import decode_batches
 from dspark_lab.pipeline.distributed import Outcome
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.published import beside_published
@@ -20,7 +21,7 @@ from dspark_lab.report.vocabulary import metric
 
 
 def evaluate(parts: Parts) -> Outcome:
-    """Acceptance of the trained drafter on the benchmark's prompts, by replay and by real decoding."""
+    """The trained drafter on the benchmark's prompts, in every mode that is asked for."""
     drafter, checkpoint = trained(parts)
     recipe = parts.evaluation
     num_draft_tokens = recipe.num_draft_tokens or drafter.num_draft_tokens
@@ -68,12 +69,15 @@ def evaluate(parts: Parts) -> Outcome:
         metrics += acceptance_metrics(decoded.traces, setting=here, origin="measured", seed=recipe.seed)
         if parts.published is not None:
             metrics += beside_published(parts, decoded.traces, here)
-    save_traces(parts.run.traces, traces)
+    if traces:
+        save_traces(parts.run.traces, traces)
+        save_examples(parts.run.directory, examples_of(parts, traces))
+    if "batch" in recipe.modes:
+        metrics += decode_batches(parts, drafter, {**setting, "engine": "huggingface"})
     if "served" in parts.assigned:
         save_traces(parts.run.gate_traces, {"replayed": replay_as_served(parts, drafter).traces})
-    save_examples(parts.run.directory, examples_of(parts, traces))
-    counted = traces.get("replayed", traces.get("measured", ()))
-    record = {"num_in": len(counted) + sum(dropped.values()), "num_out": len(counted), "dropped": dropped}
+    counted = len(traces.get("replayed", traces.get("measured", parts.evaluation_prompts[: recipe.num_batch_prompts])))
+    record = {"num_in": counted + sum(dropped.values()), "num_out": counted, "dropped": dropped}
     return {**record, "unit": "prompts"}, metrics
 
 

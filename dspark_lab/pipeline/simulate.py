@@ -87,7 +87,7 @@ def acceptance_of(parts: Parts) -> tuple[AcceptanceTable, ServedDrafter, str]:
 def schemes_of(parts: Parts, recipe: Simulation, table: AcceptanceTable) -> list[Scheme]:
     """The run's scheduler, then its baselines. Plain decoding is always the one without a drafter."""
     chosen = parts.info.choices["scheduler"]
-    scheme = Scheme(name=scheme_name(parts), acceptance=table, make_scheduler=maker(parts))
+    scheme = Scheme(name=scheduler_name(parts), acceptance=table, make_scheduler=maker(parts))
     schemes = [] if chosen == "none" else [scheme]
     if chosen == "none" or "none" in recipe.baselines:
         schemes.append(Scheme(name="none", acceptance=None))
@@ -99,7 +99,7 @@ def schemes_of(parts: Parts, recipe: Simulation, table: AcceptanceTable) -> list
     return schemes
 
 
-def scheme_name(parts: Parts) -> str:
+def scheduler_name(parts: Parts) -> str:
     """The chosen scheduler with what differs from its config group: "hardware_aware, mode=early_stop"."""
     chosen = parts.info.choices["scheduler"]
     config: Any = OmegaConf.to_container(parts.config.scheduler, resolve=True)

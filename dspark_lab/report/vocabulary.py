@@ -69,6 +69,23 @@ METRICS: Mapping[str, MetricKind] = {
     "loop_speedup": MetricKind(
         "ratio", "loop_tokens_per_s / loop_plain_tokens_per_s of the same run. Says nothing about a serving engine."
     ),
+    "batch_tokens_per_s": MetricKind(
+        "tokens/s",
+        "New tokens / seconds of decoding `batch_size` requests together under `scheduler` in this package's own loop "
+        "(`evaluate.mode=batch`), prefill included; median over rounds.",
+    ),
+    "batch_plain_tokens_per_s": MetricKind("tokens/s", "The same for plain decoding of the same batches, in turn."),
+    "batch_speedup": MetricKind(
+        "ratio",
+        "batch_tokens_per_s / batch_plain_tokens_per_s, median over rounds. Says nothing about a serving engine.",
+    ),
+    "batch_acceptance_length": MetricKind(
+        "tokens/step", "1 + accepted draft tokens / verify steps of requests, of which few drafts may be verified."
+    ),
+    "batch_verified_tokens_per_step": MetricKind("tokens/step", "Draft tokens verified / verify steps of requests."),
+    "batch_greedy_mismatch_rate": MetricKind(
+        "fraction", "Prompts whose greedy answer differs from plain decoding's in the same batch / prompts."
+    ),
     # calibrate
     "confidence_ece_<k>": MetricKind(
         "fraction",

@@ -21,8 +21,8 @@ from hydra import compose, initialize_config_dir
 from rich.progress import track
 
 from dspark_lab.configs import config_folder
-from dspark_lab.decoding.batch import decode_batch
 from dspark_lab.drafter.context import DraftContext
+from dspark_lab.evaluation.batch import PLAIN, Way, evaluate_batches
 from dspark_lab.evaluation.calibration import read_temperatures
 from dspark_lab.evaluation.decode import prompt_only
 from dspark_lab.evaluation.traces import read_traces
@@ -33,7 +33,7 @@ from dspark_lab.records import Sampling
 from dspark_lab.report.results import RunInfo
 from dspark_lab.run import Run
 from dspark_lab.scheduler.calibrated import Calibrated
-from dspark_lab.scheduler.fixed import Fixed, NoDrafts
+from dspark_lab.scheduler.fixed import Fixed
 from dspark_lab.scheduler.hardware_aware import HardwareAware
 from dspark_lab.serving.acceptance import from_traces
 from dspark_lab.serving.simulator import Limits, simulate
@@ -103,7 +103,7 @@ def predicted_rate(profile, make_scheduler, acceptance, groups, outputs: list[in
     """Tokens per second of the groups of prompts, each answered with as many tokens as it really was."""
     seconds, lengths = 0.0, iter(outputs)
     for number, group in enumerate(groups):
-        requests = [Request(0.0, len(prompt), next(lengths)) for prompt in group]
+        requests = [Request(0.0, len(prompt.token_ids), next(lengths)) for prompt in group]
         workload: Any = Batch(requests)
         log = simulate(
             profile=profile, acceptance=acceptance, scheduler=make_scheduler(), workload=workload, load=len(group),
@@ -127,9 +127,9 @@ def main() -> None:
     info = RunInfo(options.run.name, {"engine": "huggingface", "store": "disk", "cluster": "attach"}, {}, "", "")
     parts = Parts(config, Run(options.run.name, options.run, ""), info, Place.of())
     drafter, _ = trained(parts)
-    evaluated = parts.tokenized["evaluation"]
-    prompts = [prompt_only(conversation).token_ids for conversation in evaluated]
-    profile = measure(parts.target, drafter, max(prompts, key=len), options.timed or options.batches)
+    prompts = [prompt_only(conversation) for conversation in parts.tokenized["evaluation"]]
+    longest = max((prompt.token_ids for prompt in prompts), key=len)
+    profile = measure(parts.target, drafter, longest, options.timed or options.batches)
     replayed = {trace.prompt_id: trace for trace in read_traces(parts.run.traces, origin="replayed")}
     temperatures = read_temperatures(parts.run.calibration)
 
@@ -139,63 +139,46 @@ def main() -> None:
             temperatures,
         )
 
-    ways = {
-        "plain": (None, NoDrafts),
-        **{f"fixed {k}": (drafter, lambda k=k: Fixed(num_verified_tokens=k)) for k in (1, 2, drafter.num_draft_tokens)},
-        "early stop": (drafter, lambda: aware("early_stop")),
-        "global budget": (drafter, lambda: aware("global_budget")),
-    }
-    sampling = Sampling(max_new_tokens=options.tokens)
+    lengths = {f"fixed {k}": lambda k=k: Fixed(num_verified_tokens=k) for k in (1, 2, drafter.num_draft_tokens)}
+    aware_of = {"early stop": lambda: aware("early_stop"), "global budget": lambda: aware("global_budget")}
+    ways = {"plain": PLAIN, **{name: Way(name, drafter, make) for name, make in {**lengths, **aware_of}.items()}}
     header = ("batch", "way", "tokens/s", "predicted", "error", "over plain", "tokens/step", "verified drafts/step")
     print("| " + " | ".join(header) + " |\n" + "|---" * len(header) + "|")
     for size in options.batches:
-        texts, rates, steps = {}, {name: [] for name in ways}, {}
-        groups = [
-            prompts[start : start + size] for start in range(0, max(options.prompts if size > 1 else 4, size), size)
-        ]
-        told = [replayed[conversation.id] for conversation in evaluated[: sum(map(len, groups))]]
+        chosen = prompts[: max(options.prompts if size > 1 else 4, size)]
+        told = [replayed[prompt.id] for prompt in chosen]
         table = from_traces(told, name="replay", origin="replayed", num_draft_tokens=drafter.num_draft_tokens)
-        for _ in range(options.rounds):
-            for name, (proposer, scheduler) in ways.items():
-                start, decoded = time.process_time(), []
-                for group in groups:
-                    decoded += decode_batch(
-                        parts.in_process.batch_verifier(),
-                        proposer,
-                        group,
-                        scheduler=scheduler(),
-                        sampling=sampling,
-                        num_draft_tokens=0 if proposer is None else drafter.num_draft_tokens,
-                        eos_token_ids=parts.target.spec.eos_token_ids,
-                    )
-                rates[name].append(sum(len(each.token_ids) for each in decoded) / (time.process_time() - start))
-                texts[name] = [each.token_ids for each in decoded]
-                steps[name] = [step for each in decoded for step in each.steps]
-        for name, found in rates.items():
-            over = np.median(np.array(found) / np.array(rates["plain"]))
-            accepted, verified = (
-                np.mean([getattr(step, key) for step in steps[name]]) for key in ("num_accepted", "num_draft_tokens")
-            )
-            proposer, scheduler = ways[name]
-            drafts = proposer is not None
+        found = evaluate_batches(
+            parts.in_process.batch_verifier,
+            list(ways.values()),
+            chosen,
+            batch_size=size,
+            sampling=Sampling(max_new_tokens=options.tokens),
+            num_draft_tokens=drafter.num_draft_tokens,
+            eos_token_ids=parts.target.spec.eos_token_ids,
+            seed=0,
+            num_rounds=options.rounds,
+            clock=time.process_time,
+        )
+        for name, result in found.items():
+            drafts = ways[name].drafter is not None
             expected = predicted_rate(
                 profile,
-                scheduler if drafts else lambda: None,
+                ways[name].scheduler if drafts else lambda: None,
                 table if drafts else None,
-                groups,
-                [len(text) for text in texts[name]],
+                [chosen[start : start + size] for start in range(0, len(chosen), size)],
+                [len(text) for text in result.token_ids],
             )
-            rate = float(np.median(found))
-            same = "" if texts[name] == texts["plain"] else " (other text)"
+            rate = float(np.median(result.rates))
             cells = (
                 size,
-                name + same,
+                name + ("" if result.token_ids == found["plain"].token_ids else " (other text)"),
                 f"{rate:.2f}",
                 f"{expected:.2f}",
                 f"{expected / rate - 1:+.0%}",
-                f"{over:.2f}",
-                f"{1 + accepted:.2f}",
-                f"{verified:.2f}",
+                f"{np.median(result.rates / found['plain'].rates):.2f}",
+                f"{result.acceptance_length:.2f}",
+                f"{result.num_verified:.2f}",
             )
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 

@@ -8,6 +8,7 @@ from curves import Curve
 from toy_language import (
     EOS,
     TableDrafter,
+    ToyBatchVerifier,
     ToyVerifier,
     chi_square_p_value,
     one_thread,  # noqa: F401
@@ -23,7 +24,6 @@ from dspark_lab.scheduler.fixed import Fixed, NoDrafts
 from dspark_lab.scheduler.hardware_aware import HardwareAware
 from dspark_lab.scheduler.oracle import Oracle
 from dspark_lab.scheduler.threshold import Threshold
-from dspark_lab.target.protocol import VerifyOutput
 
 STEEP = Curve((0, 4096), (0.004, 4.1), draft_s=0.001)
 
@@ -42,41 +42,6 @@ SCHEDULERS = {
 }
 GREEDY = Sampling(max_new_tokens=24)
 PROMPTS = [torch.tensor(ids) for ids in ((1, 2), (3, 1, 4), (2, 2, 2, 2), (4, 1), (1, 1, 3))]
-
-
-class ToyBatchVerifier:
-    """A toy verifier for each sequence; padding gives nonsense, as it may."""
-
-    def __init__(self, table: torch.Tensor) -> None:
-        self.table, self.one = table, []
-        self.lengths: list[int] = []
-
-    def forward(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> VerifyOutput:
-        self.one = self.one or [ToyVerifier(self.table) for _ in token_ids]
-        assert len(token_ids) == len(self.one)
-        self.lengths = lengths.tolist()
-        outputs = [
-            one.forward(ids[:length]) for one, ids, length in zip(self.one, token_ids, self.lengths, strict=True)
-        ]
-        width = token_ids.shape[1]
-
-        def padded(rows: list[torch.Tensor]) -> torch.Tensor:
-            return torch.stack(
-                [torch.cat([row, row.new_full((width - len(row), *row.shape[1:]), 7.0)]) for row in rows]
-            )
-
-        return VerifyOutput(
-            padded([output.logits for output in outputs]),
-            padded([output.hidden_states for output in outputs]),
-            padded([output.last_hidden_state for output in outputs]),
-        )
-
-    def keep(self, num_tokens: torch.Tensor) -> None:
-        for one, length, kept in zip(self.one, self.lengths, num_tokens.tolist(), strict=True):
-            one.rollback(length - kept)
-
-    def select(self, rows: torch.Tensor) -> None:
-        self.one = [self.one[row] for row in rows.tolist()]
 
 
 def batch(table, drafter, prompts=PROMPTS, *, scheduler="whole", sampling=GREEDY, **options):

@@ -95,6 +95,22 @@ def test_training_lowers_the_loss_and_checkpoints_are_plain_tensors(swept: tuple
             assert not any("embed" in key or "lm_head" in key for key in checkpoint["state_dict"])
 
 
+def test_real_decoding_under_a_scheduler_keeps_what_was_evaluated(swept: tuple[Path, str]) -> None:
+    folder, _ = swept
+    run = run_of(folder, "dspark")
+    before = (run / "traces.jsonl").read_text()
+    batch = ("evaluate.mode=batch", "evaluate.batch_sizes=[2]", "evaluate.num_batch_prompts=4")
+    told = call(
+        folder, "stages=evaluate", "drafter=dspark", "scheduler=threshold", "scheduler.survival=0.5", *batch
+    ).stdout
+    assert "2 together" in told and "by threshold, survival=0.5" in told
+    found = {m.name: m for m in read_results(run).metrics if m.setting.get("batch_size") == 2}
+    assert found["batch_greedy_mismatch_rate"].value == 0
+    assert 0 < (found["batch_verified_tokens_per_step"].value or 0) < 8
+    assert {m.setting["scheduler"] for m in found.values()} == {"threshold, survival=0.5"}
+    assert (run / "traces.jsonl").read_text() == before
+
+
 def test_the_same_command_finds_everything_done(swept: tuple[Path, str]) -> None:
     folder, _ = swept
     again = call(folder, "drafter=dspark", "evaluate.mode=replay").stdout

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from dspark_lab.configs import config_folder
 from dspark_lab.evaluation.traces import save_traces
 from dspark_lab.hardware.protocol import HardwareProfile
+from dspark_lab.pipeline.batches import step_times
 from dspark_lab.pipeline.simulate import simulate
 from dspark_lab.records import Trace, VerifyStep
 from dspark_lab.report.html import write_report
@@ -243,3 +244,11 @@ def test_one_scheduler_with_two_settings_stands_side_by_side(tmp_path: Path) -> 
         simulate(parts(tmp_path, *PUBLISHED, "scheduler=threshold", *setting, name="threshold"))
     (merged,) = together(FrontierFile.load_all(tmp_path))
     assert {curve.scheme for curve in merged.curves[:2]} == {"threshold", "threshold, survival=0.6"}
+
+
+def test_decoding_in_batches_takes_the_step_times_of_the_runs_own_hardware(tmp_path: Path) -> None:
+    recorded(tmp_path)
+    common = (*SHORT, "target=smollm2_135m", "traces.num_parameters=1000")
+    assert step_times(parts(tmp_path, *common, "scheduler=threshold", name="threshold")) is None
+    profile = step_times(parts(tmp_path, *common, "scheduler=hardware_aware", "hardware=cpu", name="hardware_aware"))
+    assert profile.draft_time_s(num_requests=1) > 0
