@@ -101,13 +101,13 @@ def test_real_decoding_under_a_scheduler_keeps_what_was_evaluated(swept: tuple[P
     before = (run / "traces.jsonl").read_text()
     batch = ("evaluate.mode=batch", "evaluate.batch_sizes=[2]", "evaluate.num_batch_prompts=4")
     told = call(
-        folder, "stages=evaluate", "drafter=dspark", "scheduler=threshold", "scheduler.survival=0.5", *batch
+        folder, "stages=evaluate", "drafter=dspark", "scheduler=fixed", "scheduler.num_verified_tokens=2", *batch
     ).stdout
-    assert "2 together" in told and "by threshold, survival=0.5" in told
+    assert "2 together" in told and "by fixed, num_verified_tokens=2" in told
     found = {m.name: m for m in read_results(run).metrics if m.setting.get("batch_size") == 2}
     assert found["batch_greedy_mismatch_rate"].value == 0
-    assert 0 < (found["batch_verified_tokens_per_step"].value or 0) < 8
-    assert {m.setting["scheduler"] for m in found.values()} == {"threshold, survival=0.5"}
+    assert found["batch_verified_tokens_per_step"].value == 2
+    assert {m.setting["scheduler"] for m in found.values()} == {"fixed, num_verified_tokens=2"}
     assert (run / "traces.jsonl").read_text() == before
 
 
