@@ -89,7 +89,7 @@ def labels_of(runs: Sequence[RunResult], *, ignored: Callable[[str], bool]) -> l
         differing = [key for key in differing_settings(same) if not ignored(key)]
         short = [f"{key.rpartition('.')[2]}={_number(flatten(run.results.run.config).get(key))}" for key in differing]
         suffix = (
-            "" if len(same) == 1 else f" ({', '.join(short)})" if 1 <= len(short) <= 3 else f" ({run.results.run.name})"
+            "" if len(same) == 1 else f" ({', '.join(short)})" if 1 <= len(short) <= 4 else f" ({run.results.run.name})"
         )
         labels.append(run.drafter + suffix)
     counts = Counter(labels)
