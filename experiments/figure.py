@@ -35,10 +35,9 @@ def main() -> None:
     if given.compute:
         draw_curves(axes[1], rows, compute=True)
     draw_positions(axes[-1], rows)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=min(len(rows), 3), frameon=False
-    )
-    figure.tight_layout(rect=(0, 0, 1, 0.96 - 0.05 * -(-len(rows) // 3)))
+    columns = max(1, min(3, 120 // max(len(row.label) for row in rows)))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=columns, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 0.96 - 0.05 * -(-len(rows) // columns)))
     figure.savefig(given.out, metadata={"Date": None})
 
 
