@@ -45,8 +45,9 @@ def test_what_a_run_starts_is_asked_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_role_in_a_container_is_looked_into_by_its_step(tmp_path: Path) -> None:
-    made = parts(tmp_path, "cluster=slurm", "engine=vllm", "cluster.roles.vllm.container_image='reg#vllm'",
-                 "cluster.roles.vllm.python=python3", "cluster.roles.vllm.srun_options=['--container-mounts=/l']")  # fmt: skip
+    role = {"container_image": "'reg#vllm'", "python": "python3", "srun_options": "['--container-mounts=/l']"}
+    given = [f"cluster.roles.vllm.{key}={value}" for key, value in role.items()]
+    made = parts(tmp_path, "cluster=slurm", "engine=vllm", *given)
     found = {role.name: role.looked_into_by for role in patient_of(made).asked.roles}
     assert found == {
         "mooncake": None,
