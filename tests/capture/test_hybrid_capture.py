@@ -22,7 +22,10 @@ pytestmark = [
 
 
 def test_states_of_a_hybrid_target_are_those_of_transformers(tmp_path: Path) -> None:
-    """In bf16, which alone vLLM's CPU kernels of linear attention take; prompts of several lengths, one in two chunks."""
+    """In bf16, which alone vLLM's CPU kernels of linear attention take; prompts of several lengths, one in two chunks.
+
+    Transformers in bf16 is as far from itself in fp32: by 0.02 in the first state, 0.03 to 0.04 in the last.
+    """
     target = HuggingFaceTarget(
         name="tiny_hybrid", model="tiny_hybrid", home=tmp_path, layer_ids=(1, 2, 3), mask_token_id=3, dtype="float32"
     )
@@ -40,6 +43,7 @@ def test_states_of_a_hybrid_target_are_those_of_transformers(tmp_path: Path) -> 
             manifest=manifest, concurrency=4, timeout_s=60.0, payload_timeout_s=60.0,
         )  # fmt: skip
         theirs = dict(client.capture(asked))
+        assert client.submit(asked[0])["layer_ids"] == [1, 2, 3, 4]
     for key, ours in target.capture(asked):
         found = theirs[key]
         states = torch.cat([found.hidden_states, found.last_hidden_state[:, None]], 1).float()
