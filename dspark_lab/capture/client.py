@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from dspark_lab.capture.endpoints import EndpointError, NoServerError
-from dspark_lab.capture.payloads import Payloads, require_wanted
+from dspark_lab.capture.payloads import Payloads, require_layer_ids, require_wanted
 from dspark_lab.capture.protocol import CaptureError, Described, EngineUnreachableError, SampleSource
 from dspark_lab.records import TargetSample, TokenizedConversation
 from dspark_lab.store.protocol import Manifest
@@ -130,6 +130,7 @@ class CaptureClient(SampleSource):
         try:
             reply = self._post(conversation, owner=f"{self._owner}x{number}", **further)
             self.payloads.check(conversation, reply["kv_transfer_params"], self.manifest)
+            require_layer_ids(conversation, reply["kv_transfer_params"], self.manifest)
         except Exception:
             self._wanted.discard(number)
             raise

@@ -12,11 +12,11 @@ from hs_connectors.mooncake_hidden_states_connector import (  # pyright: ignore[
 )
 from mooncake.store import ReplicateConfig  # pyright: ignore[reportMissingImports]
 
-from dspark_lab.capture.disk_connector import require_layers
+from dspark_lab.capture.disk_connector import require_layers, with_layer_ids
 
 
 class HiddenStatesConnector(MooncakeHiddenStatesConnector):
-    """Refuses an engine whose cache does not hold the asked number of layers.
+    """Refuses an engine whose cache does not hold the asked number of layers, and tells which these are.
 
     A request whose states are not finite, or that fails otherwise, has an error marker in the payload's place.
     """
@@ -32,6 +32,10 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
             num_layers=self._num_hidden_states,
             hidden_size=self._hidden_size,
         )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        held, described = super().request_finished(request, block_ids)
+        return held, with_layer_ids(described, self._vllm_config)
 
     def _ensure_store(self) -> None:
         first = not self._store_ready

@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (  # pyright: ignore[re
     example_hidden_states_connector as stock,
 )
 
-from dspark_lab.capture.payloads import ERROR, LOCK
+from dspark_lab.capture.payloads import ERROR, LAYER_IDS, LOCK
 from dspark_lab.store.sample import is_finite
 
 log = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
     """Writes ``<shared_storage_path>/<request id>.safetensors``, locked until it is whole (``payloads.FilePayloads``).
 
-    Refuses an engine whose cache does not hold the asked number of layers. A request whose states are not finite, or that
-    fails otherwise, has a marker in the file's place; the engine goes on.
+    Refuses an engine whose cache does not hold the asked number of layers, and tells which these are. A request whose states
+    are not finite, or that fails otherwise, has a marker in the file's place; the engine goes on.
     """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -39,6 +39,10 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
             num_layers=self.num_hidden_states,
             hidden_size=self._vllm_config.model_config.get_hidden_size(),
         )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        held, described = super().request_finished(request, block_ids)
+        return held, with_layer_ids(described, self._vllm_config)
 
     def wait_for_save(self) -> None:
         try:
@@ -113,6 +117,15 @@ def require_layers(cache: torch.Tensor | None, *, block_size: int, num_layers: i
             f"size = {block_size} x {num_layers} x {hidden_size}): it captures other layers than "
             "eagle_aux_hidden_state_layer_ids of --speculative-config."
         )
+
+
+def with_layer_ids(described: dict[str, Any] | None, config: Any) -> dict[str, Any] | None:
+    """A reply's description of its payload, and of which layers it is. ``config``: the engine's.
+
+    Stock consumers take the keys that they know.
+    """
+    asked = config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
+    return None if described is None else {**described, LAYER_IDS: list(asked)}
 
 
 class _Over:

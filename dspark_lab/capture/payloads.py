@@ -19,6 +19,8 @@ from dspark_lab.store.mooncake_client import MooncakeClient
 from dspark_lab.store.protocol import Manifest
 
 WIRE_VERSION = 1  # of hs-connectors
+LAYER_IDS = "layer_ids"
+"""Beside the wire format's keys, told by our connectors: which layers the states enter, their number for the last state."""
 FILE, LOCK, ERROR = ".safetensors", ".lock", ".error"  # the latter two behind the first
 
 
@@ -210,6 +212,17 @@ def require_wanted(
             f"{conversation.id}: the engine captured {found}, wanted were {wanted} "
             f"([tokens, layers + 1, hidden size], dtype{told and '; '}{told}): start it with this run's layer ids and "
             "--dtype.",
+            reason="description",
+        )
+
+
+def require_layer_ids(conversation: TokenizedConversation, described: Described, manifest: Manifest) -> None:
+    """Raises CaptureError when the server tells that it captures other layers. Stock connectors do not tell."""
+    told = described.get(LAYER_IDS)
+    if told is not None and told[:-1] != list(manifest.layer_ids):
+        raise CaptureError(
+            f"{conversation.id}: the engine captured the states entering layers {told}, wanted were "
+            f"{list(manifest.layer_ids)} and the last: start it with this run's layer ids.",
             reason="description",
         )
 

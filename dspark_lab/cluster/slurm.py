@@ -173,33 +173,34 @@ class SlurmJob:
         self.deadline_s, self.grace_s = deadline_s, grace_s
         self.mooncake, self.storage, self.ports, self.roles = mooncake, storage, ports, roles
 
-    def num_engine_nodes(self, work: Work) -> int:
-        return self.num_sets * self.nodes_per_set if work.engine else 0
+    def num_engine_nodes(self, *, engines: bool) -> int:
+        return self.num_sets * self.nodes_per_set if engines else 0
 
-    def num_nodes(self, work: Work) -> int:
-        return self.num_engine_nodes(work) + work.num_nodes
+    def num_nodes(self, *, num_training_nodes: int, engines: bool) -> int:
+        return self.num_engine_nodes(engines=engines) + num_training_nodes
 
     def render(self, work: Work) -> str:
         """The batch script."""
         template = _templates().get_template("slurm.sh.jinja")
+        num_engine_nodes = self.num_engine_nodes(engines=work.engine is not None)
         return template.render(
             job=self,
             work=work,
             directives=list(self._directives(work)),
-            num_nodes=self.num_nodes(work),
-            num_engine_nodes=self.num_engine_nodes(work),
-            sets=[
-                range(first, first + self.nodes_per_set)
-                for first in range(0, self.num_engine_nodes(work), self.nodes_per_set)
-            ],
+            num_nodes=self._num_nodes(work),
+            num_engine_nodes=num_engine_nodes,
+            sets=[range(first, first + self.nodes_per_set) for first in range(0, num_engine_nodes, self.nodes_per_set)],
             requeue=REQUEUE,
             **self._commands(work),
         )
 
+    def _num_nodes(self, work: Work) -> int:
+        return self.num_nodes(num_training_nodes=work.num_nodes, engines=work.engine is not None)
+
     def _directives(self, work: Work) -> Iterator[str]:
         """Of ``#SBATCH`` lines."""
         yield f"--job-name={work.name}"
-        yield f"--nodes={self.num_nodes(work)}"
+        yield f"--nodes={self._num_nodes(work)}"
         for name in ("partition", "account"):
             if value := getattr(self, name):
                 yield f"--{name}={value}"

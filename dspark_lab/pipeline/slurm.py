@@ -92,9 +92,9 @@ def work_of(parts: Parts, stages: Sequence[str]) -> Work:
 
 def num_nodes_of(parts: Parts, stages: Sequence[str]) -> int:
     """Of the job that does ``stages``."""
-    cluster = parts.config.cluster
-    engines = cluster.num_sets * cluster.nodes_per_set if any(servers_of(parts, stages)) else 0
-    return engines + parts.config.trainer.num_nodes
+    job: SlurmJob = build(parts.config, "cluster")
+    engines = any(servers_of(parts, stages))
+    return job.num_nodes(num_training_nodes=parts.config.trainer.num_nodes, engines=engines)
 
 
 def servers_of(parts: Parts, stages: Sequence[str]) -> tuple[bool, bool]:

@@ -26,6 +26,7 @@ class Writer:
         self.num_bytes: int | None = None
         self.num_lost = 0  # of the next payloads
         self.num_asked = 0
+        self.told: dict[str, Any] = {}  # further, in its replies
 
     def post(self, path: str, body: Any, *, timeout_s: float, headers: Any = None) -> Any:
         self.num_asked += 1
@@ -35,7 +36,7 @@ class Writer:
         file.write_bytes(file.read_bytes()[: self.num_bytes])
         if self.num_asked <= self.num_lost:
             file.unlink()
-        return {"kv_transfer_params": {"hidden_states_path": f"/as/the/server/sees/it/{file.name}"}}
+        return {"kv_transfer_params": {"hidden_states_path": f"/as/the/server/sees/it/{file.name}", **self.told}}
 
 
 @pytest.fixture
@@ -88,6 +89,14 @@ def test_a_payload_that_is_not_what_was_asked_for_is_refused(writer: Writer) -> 
     refused("description", r"captured \[\[37, 2, 8\].*wanted were \[\[37, 3, 8\]")
     writer.tensors = {**sound, "token_ids": CONVERSATION.token_ids + 1}
     refused("token_ids", "other token ids than were sent")
+
+
+def test_states_of_other_layers_are_refused_where_the_server_tells_them(writer: Writer) -> None:
+    writer.told = {"layer_ids": [1, 2, 4]}
+    assert len(list(client_of(writer).capture([CONVERSATION]))) == 1
+    writer.told = {"layer_ids": [1, 3, 4]}
+    with pytest.raises(CaptureError, match=r"entering layers \[1, 3, 4\], wanted were \[1, 2\] and the last"):
+        client_of(writer).submit(CONVERSATION)
 
 
 def test_a_locked_payload_is_waited_for(writer: Writer) -> None:

@@ -185,6 +185,7 @@ def test_a_stock_consumer_reads_what_our_connector_writes(engine: Engine) -> Non
     ).setup()  # fmt: skip
     (conversation,) = conversations(3)[2:]
     described = engine.capturing().submit(conversation)
+    assert described["layer_ids"] == [*LAYER_IDS, NUM_LAYERS]
     theirs = store.get_sample(dict(described), timeout=60)
     ours = engine.capturing().take(conversation, described)
     assert torch.equal(theirs["hidden_states"][:, :-1], ours.hidden_states)

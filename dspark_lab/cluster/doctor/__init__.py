@@ -12,6 +12,8 @@ from dspark_lab.cluster.doctor.look import Look
 from dspark_lab.cluster.neighbours import Step
 
 State = Literal["ok", "warned", "failed", "skipped"]
+Package = tuple[str, ...]
+"""Names of distributions of which one must be installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,22 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRole:
+    """Processes of a run, and what their Python must have.
+
+    ``key``: of the config, below which ``python`` and ``command_prefix`` are; None where there is no choice.
+    ``command``: starts that Python.
+    ``looked_into_by``: the command of a doctor in the container that this one cannot start.
+    """
+
+    name: str
+    key: str | None
+    command: Sequence[str]
+    packages: Sequence[Package]
+    looked_into_by: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What the config needs of a machine. ``architecture`` and ``gpus_per_node`` of its hardware; None: any."""
 
@@ -32,8 +50,8 @@ class Asked:
     gpu_bytes: float
     architecture: str | None
     several_machines: bool
+    roles: Sequence[AskedRole]
     needs_mooncake: bool
-    needs_vllm: bool
     mooncake_runs: bool  # started by others: it must answer; else its ports must be free
     master_address: str | None
     admin_url: str | None
@@ -46,7 +64,8 @@ class Asked:
     buffer_bytes: int
     endpoints: Sequence[str]
     model: str
-    num_layer_ids: int
+    num_states: int  # of a token
+    layer_ids: Sequence[int] | None  # which they enter, the number of layers for the last one; None: not known here
     disk_bytes: float
     home: str
     wandb: bool

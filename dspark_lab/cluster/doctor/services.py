@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dspark_lab.cluster.doctor import Check, Finding, Patient
+from dspark_lab.capture.payloads import LAYER_IDS
+from dspark_lab.cluster.doctor import Asked, Check, Finding, Patient
 
 TRIAL_BYTES = 2**26
 
@@ -30,9 +31,6 @@ def mooncake(patient: Patient) -> Sequence[Finding]:
     asked = patient.asked
     if not asked.needs_mooncake or not asked.mooncake_runs:
         return [Finding(check="Mooncake", state="skipped", told="it is started by the run")]
-    if not patient.look.has_module("mooncake"):
-        mend = "pip install mooncake-transfer-engine (-non-cuda without a GPU), after the system's libibverbs1"
-        return [Finding(check="Mooncake", state="failed", told="it is not installed", mend=mend)]
     connection = {
         "master_address": asked.master_address,
         "protocol": asked.protocol,
@@ -41,6 +39,9 @@ def mooncake(patient: Patient) -> Sequence[Finding]:
     }
     try:
         put, get = patient.look.transfer(connection, TRIAL_BYTES)
+    except ImportError as error:
+        mend = "pip install mooncake-transfer-engine (-non-cuda without a GPU), after the system's libibverbs1"
+        return [Finding(check="Mooncake", state="failed", told=f"this Python cannot load it: {error}", mend=mend)]
     except Exception as error:  # its client has errors of several kinds, all of which mean this
         mend = (
             "look at mooncake_master's log; a segment must be there, and reach this machine at the advertised address"
@@ -50,7 +51,7 @@ def mooncake(patient: Patient) -> Sequence[Finding]:
 
 
 def endpoints(patient: Patient) -> Sequence[Finding]:
-    """Each vLLM server: alive, of this target, and capturing as many states of a token as wanted."""
+    """Each vLLM server: alive, of this target, and capturing the wanted states."""
     asked = patient.asked
     if not asked.endpoints:
         return [Finding(check="vLLM", state="skipped", told="no servers are named (engine.endpoints)")]
@@ -68,26 +69,30 @@ def _endpoint(patient: Patient, url: str) -> Finding:
         mend = f"serve {asked.model} there, or choose the target that is served"
         return Finding(check="vLLM", state="failed", told=f"{url} serves {', '.join(sorted(names))}", mend=mend)
     reply: Any = look.post(f"{url}/v1/completions", {"prompt": [0], "max_tokens": 1, "temperature": 0})
-    described = reply.get("kv_transfer_params") or {}
+    return _captured(asked, url, reply.get("kv_transfer_params") or {})
+
+
+def _captured(asked: Asked, url: str, described: Mapping[str, Any]) -> Finding:
+    """``described``: of the payload, in the server's reply. Through files only our connector tells what is in it."""
+    told, wanted = described.get(LAYER_IDS), asked.layer_ids
     shape = described.get("tensors", {}).get("hidden_states", {}).get("shape")
-    if shape is None:
+    if told is None and shape is None:
         mend = "it only answers prompts; start one that captures (docs/capture_and_stores.md) for training"
         return Finding(check="vLLM", state="warned", told=f"{url} captures no states", mend=mend)
-    if shape[1] != asked.num_layer_ids + 1:
-        mend = "start it with target.layer_ids and, as the last id, the number of layers"
-        told = f"{url} captures {shape[1]} states of a token, {asked.num_layer_ids + 1} are wanted"
+    mend = "start it with target.layer_ids and, as the last id, the number of layers"
+    if told is not None and wanted is not None and list(told) != list(wanted):
+        told = f"{url} captures the states entering layers {list(told)}, wanted are {list(wanted)}"
         return Finding(check="vLLM", state="failed", told=told, mend=mend)
-    return Finding(check="vLLM", state="ok", told=f"{url} captures {shape[1]} states of a token")
-
-
-def engine(patient: Patient) -> Sequence[Finding]:
-    asked = patient.asked
-    if not asked.needs_vllm or asked.endpoints:
-        return [Finding(check="engine", state="skipped", told="no server is started here")]
-    if not patient.look.has_module("vllm"):
-        mend = "pip install 'dspark_lab[vllm]' hs-connectors, or name the Python that has them (cluster.vllm.python)"
-        return [Finding(check="engine", state="failed", told="this Python has no vLLM", mend=mend)]
-    return [Finding(check="engine", state="ok", told=f"vLLM {patient.look.version('vllm') or 'of the CPU build'}")]
+    number = shape[1] if told is None else len(told)
+    if number != asked.num_states:
+        told = f"{url} captures {number} states of a token, {asked.num_states} are wanted"
+        return Finding(check="vLLM", state="failed", told=told, mend=mend)
+    if told is None or wanted is None:
+        silent = "it does not tell" if told is None else "the config does not say"
+        told = f"{url} captures {number} states of a token; {silent} of which layers"
+    else:
+        told = f"{url} captures the states entering layers {list(told)}"
+    return Finding(check="vLLM", state="ok", told=told)
 
 
 def weights(patient: Patient) -> Sequence[Finding]:
@@ -114,7 +119,6 @@ def wandb(patient: Patient) -> Sequence[Finding]:
 SERVICES: Mapping[str, Check] = {
     "ports": ports,
     "Mooncake": mooncake,
-    "engine": engine,
     "vLLM": endpoints,
     "weights": weights,
     "W&B": wandb,
