@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dspark_lab.capture.endpoints import EndpointError, NoServerError
+from dspark_lab.capture.endpoint import EndpointError, NoServerError
 from dspark_lab.capture.payloads import Payloads, require_wanted
 from dspark_lab.capture.protocol import CaptureError, Described, EngineUnreachableError, SampleSource
 from dspark_lab.records import TargetSample, TokenizedConversation

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dspark_lab.capture.client import CaptureClient
-from dspark_lab.capture.endpoints import Endpoint
+from dspark_lab.capture.endpoint import Endpoint
 from dspark_lab.capture.payloads import MooncakePayloads
 from dspark_lab.capture.protocol import CaptureError, EngineUnreachableError
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment
