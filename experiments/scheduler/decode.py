@@ -127,7 +127,7 @@ def main() -> None:
     info = RunInfo(options.run.name, {"engine": "huggingface", "store": "disk", "cluster": "attach"}, {}, "", "")
     parts = Parts(config, Run(options.run.name, options.run, ""), info, Place.of())
     drafter, _ = trained(parts)
-    prompts = [prompt_only(conversation).token_ids for conversation in parts.tokenized["evaluation"]]
+    prompts = [prompt_only(conversation).token_ids for conversation in parts.conversations.tokenized["evaluation"]]
     profile = measure(parts.target, drafter, max(prompts, key=len), options.timed or options.batches)
     rounds = read_traces(parts.run.traces, origin="replayed")
     table = from_traces(rounds, name="replay", origin="replayed", num_draft_tokens=drafter.num_draft_tokens)
