@@ -3,6 +3,7 @@
 hs-connectors' own, in its wire format (version 1), for engines with and without an accelerator. It runs in vLLM's processes.
 """
 
+import ctypes
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,13 +13,15 @@ from hs_connectors.mooncake_hidden_states_connector import (  # pyright: ignore[
 )
 from mooncake.store import ReplicateConfig  # pyright: ignore[reportMissingImports]
 
+from dspark_lab.capture import checksum
 from dspark_lab.capture.disk_connector import require_layers
 
 
 class HiddenStatesConnector(MooncakeHiddenStatesConnector):
     """Refuses an engine whose cache does not hold the asked number of layers.
 
-    A request whose states are not finite, or that fails otherwise, has an error marker in the payload's place.
+    A request whose states are not finite, or that fails otherwise, has an error marker in the payload's place. Payloads have
+    a checksum behind them (``capture.checksum``).
     """
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -33,6 +36,12 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
             hidden_size=self._hidden_size,
         )
 
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        delayed, described = super().request_finished(request, block_ids)
+        assert described is not None
+        checksum.leave_room(described)  # in the writer's order too: it is the same dict
+        return delayed, described
+
     def _ensure_store(self) -> None:
         first = not self._store_ready
         super()._ensure_store()
@@ -41,7 +50,7 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
 
 
 class _Pinning:
-    """Mooncake's client, but what it puts is not evicted: a payload is the reader's to delete."""
+    """Mooncake's client, but what it puts is sealed, and not evicted: a payload is the reader's to delete."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -49,6 +58,7 @@ class _Pinning:
         self._pinned.with_hard_pin = True
 
     def put_from(self, name: str, pointer: int, num_bytes: int) -> int:
+        checksum.seal(memoryview((ctypes.c_ubyte * num_bytes).from_address(pointer)).cast("B"))
         return self._client.put_from(name, pointer, num_bytes, self._pinned)
 
     def __getattr__(self, name: str) -> Any:

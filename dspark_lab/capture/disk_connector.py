@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (  # pyright: ignore[re
     example_hidden_states_connector as stock,
 )
 
+from dspark_lab.capture.checksum import CRC32, crc32_of
 from dspark_lab.capture.payloads import ERROR, LOCK
 from dspark_lab.store.sample import is_finite
 
@@ -89,7 +90,7 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
             states = tensors["hidden_states"]
             if not is_finite(states):
                 raise ValueError(f"Non-finite hidden states {list(states.shape)}")
-            save_file(tensors, filename)
+            save_file(tensors, filename, {CRC32: crc32_of(states, tensors["token_ids"])})
         except Exception as error:
             Path(filename).unlink(missing_ok=True)
             with suppress(OSError):
