@@ -11,10 +11,11 @@ import torch
 from hs_connectors.mooncake_hidden_states_connector import (  # pyright: ignore[reportMissingImports]
     MooncakeHiddenStatesConnector,
 )
+from hs_connectors.mooncake_store import NonFiniteTensorError  # pyright: ignore[reportMissingImports]
 from mooncake.store import ReplicateConfig  # pyright: ignore[reportMissingImports]
 
 from dspark_lab.capture import checksum
-from dspark_lab.capture.disk_connector import require_layers
+from dspark_lab.capture.disk_connector import clear_blocks, require_layers
 
 
 class HiddenStatesConnector(MooncakeHiddenStatesConnector):
@@ -28,6 +29,7 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
         """Raises ValueError when the engine captures another number of layers than it was asked for."""
         if torch.accelerator.current_accelerator() is None:
             self._device_module = _NoStreams
+        self._caches = list(kv_caches.values())
         super().register_kv_caches(kv_caches)
         require_layers(
             self._kv_cache,
@@ -41,6 +43,20 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
         assert described is not None
         checksum.leave_room(described)  # in the writer's order too: it is the same dict
         return delayed, described
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        answer = super().request_finished_all_groups(request, block_ids)
+        self._pending_saves[request.request_id].all_block_ids = block_ids
+        return answer
+
+    def _write_sample(self, pending: Any, ready_event: Any) -> None:
+        try:
+            super()._write_sample(pending, ready_event)
+        except NonFiniteTensorError:
+            clear_blocks(self._caches, pending.all_block_ids)
+            raise
 
     def _ensure_store(self) -> None:
         first = not self._store_ready

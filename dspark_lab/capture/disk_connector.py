@@ -6,8 +6,10 @@ It runs in vLLM's processes, whose environment needs neither Mooncake nor hs-con
 import fcntl
 import logging
 import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,22 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises ValueError when the engine captures another number of layers than it was asked for."""
         super().register_kv_caches(kv_caches)
+        self._caches = list(kv_caches.values())
         require_layers(
             self._kv_cache,
             block_size=self._block_size,
             num_layers=self.num_hidden_states,
             hidden_size=self._vllm_config.model_config.get_hidden_size(),
         )
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        answer = super().request_finished_all_groups(request, block_ids)
+        pending = self._pending_saves.get(request.request_id)
+        if pending is not None:
+            pending.all_block_ids = block_ids
+        return answer
 
     def wait_for_save(self) -> None:
         try:
@@ -68,6 +80,8 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
         assert cache is not None
         slots = (torch.tensor(pending.block_ids)[:, None] * size + torch.arange(size)).flatten()
         states = stock.extract_from_kv_cache(cache, slots, len(pending.token_ids))  # indexing copies
+        if not is_finite(states):
+            clear_blocks(self._caches, pending.all_block_ids)
         tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
         lock = self._lock_fds.pop(pending.req_id, None)
         if lock is None and self.use_lock:
@@ -99,6 +113,17 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
         finally:
             if lock_fd is not None:
                 os.close(lock_fd)
+
+
+def clear_blocks(caches: Sequence[torch.Tensor], block_ids: Iterable[Sequence[int]]) -> None:
+    """Zero a request's blocks in the engine's caches, before another request has them; on the CPU alone.
+
+    Its attention multiplies what it masks by zero: NaN in the rest of a block would be NaN in the next request's states.
+    """
+    if torch.accelerator.current_accelerator() is None:
+        for block in chain.from_iterable(block_ids):
+            for cache in caches:
+                cache[block].zero_()
 
 
 def require_layers(cache: torch.Tensor | None, *, block_size: int, num_layers: int, hidden_size: int) -> None:
