@@ -74,6 +74,7 @@ def test_what_does_not(overrides: list[str], says: str) -> None:
 def test_an_engine_that_captures_into_mooncake_does_so_live() -> None:
     through_mooncake = ("engine=vllm", "store=mooncake", "cluster=local")
     assert check(*through_mooncake) == "live" and check(*through_mooncake, "data.source=stored") == "stored"
+    assert check("+experiment=live_cpu") == "live"
     assert check("engine=vllm", "cluster=local") == check("store=mooncake") == check() == "stored"
 
 
