@@ -48,7 +48,8 @@ class HiddenStatesConnector(MooncakeHiddenStatesConnector):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         answer = super().request_finished_all_groups(request, block_ids)
-        self._pending_saves[request.request_id].all_block_ids = block_ids
+        pending: dict[str, Any] = self._pending_saves
+        pending[request.request_id].all_block_ids = block_ids
         return answer
 
     def _write_sample(self, pending: Any, ready_event: Any) -> None:

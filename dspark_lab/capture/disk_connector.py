@@ -48,9 +48,9 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         answer = super().request_finished_all_groups(request, block_ids)
-        pending = self._pending_saves.get(request.request_id)
-        if pending is not None:
-            pending.all_block_ids = block_ids
+        pending: dict[str, Any] = self._pending_saves
+        if request.request_id in pending:
+            pending[request.request_id].all_block_ids = block_ids
         return answer
 
     def wait_for_save(self) -> None:
