@@ -20,7 +20,7 @@ class JobError(CompactHydraException):
 @hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
 def hydra_main(config: DictConfig) -> float | None:
     # Imported late: --help and a misspelt key should answer at once.
-    from dspark_lab.capture.endpoints import EndpointError
+    from dspark_lab.capture.endpoint import EndpointError
     from dspark_lab.capture.protocol import CaptureError, EngineUnreachableError
     from dspark_lab.cluster.services import ServiceError
     from dspark_lab.data.live import LiveDataError

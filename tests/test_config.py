@@ -53,7 +53,7 @@ def watching(*overrides: str) -> dict[str, Callback]:
     parts = SimpleNamespace(
         config=composed(*overrides),
         corpus=SimpleNamespace(regenerate=True),
-        tokenized={"validation": [conversation]},
+        conversations=SimpleNamespace(tokenized={"validation": [conversation]}),
         store=SimpleNamespace(get=lambda key: None),
         target=None,
     )

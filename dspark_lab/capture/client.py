@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dspark_lab.capture.endpoints import EndpointError, NoServerError
+from dspark_lab.capture.endpoint import EndpointError, NoServerError
 from dspark_lab.capture.payloads import Payloads, require_layer_ids, require_wanted
 from dspark_lab.capture.protocol import CaptureError, Described, EngineUnreachableError, SampleSource
 from dspark_lab.records import TargetSample, TokenizedConversation
@@ -18,6 +18,7 @@ from dspark_lab.store.protocol import Manifest
 from dspark_lab.store.sample import require_finite
 
 LONGEST_POLL_S = 0.05
+RETRIED = {"no_payload", "truncated", "corrupt"}  # once: the server may have died, or a bit have been flipped
 
 
 class Poster(Protocol):
@@ -76,7 +77,7 @@ class CaptureClient(SampleSource):
     def capture(self, conversations: Sequence[TokenizedConversation]) -> Iterator[tuple[str, TargetSample]]:
         """(key, sample) of each conversation in the order of completion; the payload is deleted once it is read.
 
-        A payload that did not come, or not whole, as its server died, is asked for once more.
+        A payload that did not come, or not whole, as its server died, or changed under way, is asked for once more.
 
         Raises CaptureError, EngineUnreachableError, NonFiniteSampleError, MasterUnreachableError.
         """
@@ -94,7 +95,7 @@ class CaptureClient(SampleSource):
                         try:
                             sample = self.take(conversation, future.result())
                         except CaptureError as error:
-                            if error.reason not in ("no_payload", "truncated") or conversation.key in lost:
+                            if error.reason not in RETRIED or conversation.key in lost:
                                 raise
                             lost.add(conversation.key)
                             running[pool.submit(self.submit, conversation)] = conversation

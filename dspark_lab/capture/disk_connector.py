@@ -6,8 +6,10 @@ It runs in vLLM's processes, whose environment needs neither Mooncake nor hs-con
 import fcntl
 import logging
 import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (  # pyright: ignore[re
     example_hidden_states_connector as stock,
 )
 
+from dspark_lab.capture.checksum import CRC32, crc32_of
 from dspark_lab.capture.payloads import ERROR, LAYER_IDS, LOCK
 from dspark_lab.store.sample import is_finite
 
@@ -33,6 +36,7 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Raises ValueError when the engine captures another number of layers than it was asked for."""
         super().register_kv_caches(kv_caches)
+        self._caches = list(kv_caches.values())
         require_layers(
             self._kv_cache,
             block_size=self._block_size,
@@ -43,6 +47,15 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         held, described = super().request_finished(request, block_ids)
         return held, with_layer_ids(described, self._vllm_config)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        answer = super().request_finished_all_groups(request, block_ids)
+        pending: dict[str, Any] = self._pending_saves
+        if request.request_id in pending:
+            pending[request.request_id].all_block_ids = block_ids
+        return answer
 
     def wait_for_save(self) -> None:
         try:
@@ -71,6 +84,8 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
         assert cache is not None
         slots = (torch.tensor(pending.block_ids)[:, None] * size + torch.arange(size)).flatten()
         states = stock.extract_from_kv_cache(cache, slots, len(pending.token_ids))  # indexing copies
+        if not is_finite(states):
+            clear_blocks(self._caches, pending.all_block_ids)
         tensors = {"hidden_states": states, "token_ids": pending.token_ids.clone()}
         lock = self._lock_fds.pop(pending.req_id, None)
         if lock is None and self.use_lock:
@@ -93,7 +108,7 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
             states = tensors["hidden_states"]
             if not is_finite(states):
                 raise ValueError(f"Non-finite hidden states {list(states.shape)}")
-            save_file(tensors, filename)
+            save_file(tensors, filename, {CRC32: crc32_of(states, tensors["token_ids"])})
         except Exception as error:
             Path(filename).unlink(missing_ok=True)
             with suppress(OSError):
@@ -102,6 +117,17 @@ class DiskHiddenStatesConnector(stock.ExampleHiddenStatesConnector):
         finally:
             if lock_fd is not None:
                 os.close(lock_fd)
+
+
+def clear_blocks(caches: Sequence[torch.Tensor], block_ids: Iterable[Sequence[int]]) -> None:
+    """Zero a request's blocks in the engine's caches, before another request has them; on the CPU alone.
+
+    Its attention multiplies what it masks by zero: NaN in the rest of a block would be NaN in the next request's states.
+    """
+    if torch.accelerator.current_accelerator() is None:
+        for block in chain.from_iterable(block_ids):
+            for cache in caches:
+                cache[block].zero_()
 
 
 def require_layers(cache: torch.Tensor | None, *, block_size: int, num_layers: int, hidden_size: int) -> None:

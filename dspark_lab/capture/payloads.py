@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dspark_lab.capture import checksum
 from dspark_lab.capture.protocol import CaptureError, Described
 from dspark_lab.records import TokenizedConversation
 from dspark_lab.store.mooncake_admin import object_names
@@ -46,7 +46,7 @@ class Payloads(Protocol):
         ...
 
     def read(self, described: Described) -> Captured:
-        """One that has arrived, and stays. Raises CaptureError when bytes are missing."""
+        """One that has arrived, and stays. Raises CaptureError when bytes are missing or others than its producer sealed."""
         ...
 
     def remove(self, names: Sequence[str]) -> None:
@@ -80,6 +80,7 @@ class MooncakePayloads(Payloads):
             end = max(map(_end, (states, ids)))
             sound = isinstance(described["handle"], str) and list(ids["shape"]) == [len(conversation)]
             sound = sound and end <= described["metadata"]["total_aligned_bytes"] and ids["dtype"] == "torch.int64"
+            sound = sound and end <= described.get(checksum.OFFSET, end)
             found = (list(states["shape"]), states["dtype"])
         except (KeyError, TypeError) as error:
             raise CaptureError(
@@ -111,6 +112,8 @@ class MooncakePayloads(Payloads):
             raise CaptureError(
                 f"{name}: {received:,} bytes arrived of {wanted_bytes:,}: request it again.", reason="truncated"
             )
+        if checksum.OFFSET in described and not checksum.is_sound(payload.numpy().data):
+            raise _corrupt(name)
         tensors = described["tensors"]
         return Captured(_tensor(payload, tensors["hidden_states"]), _tensor(payload, tensors["token_ids"]))
 
@@ -169,12 +172,16 @@ class FilePayloads(Payloads):
     def read(self, described: Described) -> Captured:
         path = self._path(described)
         try:
-            found = load_file(path)
-            return Captured(found["hidden_states"], found["token_ids"])
-        except (SafetensorError, OSError, KeyError) as error:
+            with safe_open(path, "pt") as file:
+                captured = Captured(file.get_tensor("hidden_states"), file.get_tensor("token_ids"))
+                told = (file.metadata() or {}).get(checksum.CRC32)
+        except (SafetensorError, OSError) as error:
             raise CaptureError(
                 f"{path}: not a whole payload ({error!r}): request it again.", reason="truncated"
             ) from error
+        if told is not None and told != checksum.crc32_of(captured.states, captured.token_ids):
+            raise _corrupt(str(path))
+        return captured
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
@@ -230,6 +237,12 @@ def require_layer_ids(conversation: TokenizedConversation, described: Described,
 def failed_producer(name: str, words: str) -> CaptureError:
     reason = "non_finite" if "Non-finite" in words else "producer"
     return CaptureError(f"{name}: the engine's connector failed: {words}", reason=reason)
+
+
+def _corrupt(name: str) -> CaptureError:
+    return CaptureError(
+        f"{name}: bytes were changed under way, its checksum differs: request it again.", reason="corrupt"
+    )
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dspark_lab.capture.client import CaptureClient, CaptureError
 from dspark_lab.capture.diagnosis import Observation, find_fault
-from dspark_lab.capture.endpoints import NotAdmittedError, ServerFailure
+from dspark_lab.capture.endpoint import NotAdmittedError, ServerFailure
 from dspark_lab.records import TokenizedConversation
 from dspark_lab.store.protocol import NonFiniteSampleError
 from dspark_lab.target.anatomy import dissect, recording

@@ -3,16 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args
 
+from dspark_lab.capture.checksum import CHECKSUM_BYTES
 from dspark_lab.records import TargetSample, TokenizedConversation
 from dspark_lab.store.protocol import Manifest
 
 Described = Mapping[str, Any]
 """``kv_transfer_params`` of the engine's reply: the payload's name, its tensors' shapes, dtypes and places."""
 
-Reason = Literal["engine", "description", "producer", "no_payload", "truncated", "token_ids", "non_finite", "transfer"]
+Reason = Literal[
+    "engine", "description", "producer", "no_payload", "truncated", "corrupt", "token_ids", "non_finite", "transfer"
+]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 """Why a sample is rejected. It was refused by the engine, is described as another one or not at all, failed in the engine's
-connector, did not come, came in part, with other ids, with NaN or infinity, or could not be moved."""
+connector, did not come, came in part, with another checksum, with other ids, with NaN or infinity, or could not be moved."""
 
 
 class CaptureError(RuntimeError):
@@ -58,9 +61,10 @@ class SampleSource(Protocol):
 
 
 def payload_bytes(num_tokens: int, manifest: Manifest) -> int:
-    """Of one conversation in hs-connectors' wire format: states [T, L + 1, H] and int64 ids, each to a multiple of 64."""
+    """Of one conversation in hs-connectors' wire format: states [T, L + 1, H] and int64 ids, each to a multiple of 64, and
+    our checksum."""
     states = num_tokens * (len(manifest.layer_ids) + 1) * manifest.hidden_size * manifest.torch_dtype.itemsize
-    return _aligned(states) + _aligned(8 * num_tokens)
+    return _aligned(states) + _aligned(8 * num_tokens) + CHECKSUM_BYTES
 
 
 def _aligned(num_bytes: int) -> int:

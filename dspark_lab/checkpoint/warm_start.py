@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dspark_lab.checkpoint.reading import Checkpoint
+from dspark_lab.data.vocabulary import bounded_size
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.records import TargetSpec
 
@@ -54,7 +55,10 @@ def check_fit(
     pairs = {
         **{f"drafter.{key}": (value, _chosen(options, key, value, target)) for key, value in found.options.items()},
         "target.layer_ids": (layer_ids, list(target.layer_ids)),
-        "data.draft_vocab_size": (found.draft_vocab_size, draft_vocab_size or target.vocab_size),
+        "data.draft_vocab_size": (
+            found.draft_vocab_size,
+            bounded_size(draft_vocab_size, vocab_size=target.vocab_size),
+        ),
     }
     if found.latent is not None:
         pairs["drafter.attention"] = (asdict(found.latent), options.get("attention"))

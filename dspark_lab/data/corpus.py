@@ -23,7 +23,8 @@ class Corpus:
     benchmark. ``packaged_answers`` names answers shipped with this package, used where this very target wrote them;
     ``num_checked`` of the greedy ones are written again and compared. Training and validation answers are not supervised
     through the text ``reasoning_end``, where they hold it; samples with fewer than ``min_supervised_tokens`` are left out.
-    ``source`` says whether training reads states from the store or an engine captures them meanwhile.
+    ``source`` says whether training reads states from the store or an engine captures them meanwhile; the pipeline settles
+    None.
     """
 
     @checked
@@ -44,7 +45,7 @@ class Corpus:
         reasoning_end: str | None,
         draft_vocab_size: int | None,
         min_supervised_tokens: PositiveInt,
-        source: Literal["stored", "live"],
+        source: Literal["stored", "live"] | None,
         row_tokens: int,
         rows_per_batch: int,
         num_workers: int | None,

@@ -96,20 +96,25 @@ def count_supervised_tokens(conversations: Iterable[TokenizedConversation], *, v
 def build_draft_vocabulary(token_counts: Tensor, *, vocab_size: int, draft_vocab_size: int | None) -> DraftVocabulary:
     """The ``draft_vocab_size`` most frequent tokens; ties, and what is left to fill, go to the smallest ids.
 
-    ``token_counts``: int64 [V] (``count_supervised_tokens``). None or V gives the full vocabulary. EOS needs no special
-    case: every supervised answer that stopped by itself ends with it. Source: algorithms.md 2.3.
+    ``token_counts``: int64 [V] (``count_supervised_tokens``). None, V and more give the full vocabulary. EOS needs no
+    special case: every supervised answer that stopped by itself ends with it. Source: algorithms.md 2.3.
     """
     if token_counts.shape != (vocab_size,):
         raise ValueError(
             f"token_counts has shape {tuple(token_counts.shape)}; expected one count per target token, [{vocab_size}]"
         )
-    if draft_vocab_size is None:
-        return DraftVocabulary.full(vocab_size)
-    if not 1 <= draft_vocab_size <= vocab_size:
+    if draft_vocab_size is not None and draft_vocab_size < 1:
         raise ValueError(
-            f"draft_vocab_size={draft_vocab_size}: must lie in 1..{vocab_size} (the target's vocabulary), or be null "
-            "for all of it"
+            f"draft_vocab_size={draft_vocab_size}: must be at least 1, or null for all of the target's vocabulary"
         )
+    size = bounded_size(draft_vocab_size, vocab_size=vocab_size)
+    if size == vocab_size:
+        return DraftVocabulary.full(vocab_size)
     # A stable descending sort keeps ids ascending among equal counts, the zero counts that fill up included.
-    most_frequent = torch.argsort(token_counts, descending=True, stable=True)[:draft_vocab_size]
+    most_frequent = torch.argsort(token_counts, descending=True, stable=True)[:size]
     return DraftVocabulary.of(most_frequent.sort().values, vocab_size=vocab_size)
+
+
+def bounded_size(draft_vocab_size: int | None, *, vocab_size: int) -> int:
+    """Of a draft vocabulary with at most so many of the target's tokens; None: with all."""
+    return min(draft_vocab_size or vocab_size, vocab_size)

@@ -41,8 +41,8 @@ def longest_row(num_tokens: Sequence[int], *, row_tokens: int, manifest: Manifes
         if filled > row_tokens:
             break
         most += 1
-    alignment = 128 * most
-    longest = max(payload_bytes(row_tokens, manifest) + alignment, payload_bytes(max(num_tokens), manifest))
+    around = most * (payload_bytes(0, manifest) + 128)  # of each its checksum, and two tensors made multiples of 64
+    longest = max(payload_bytes(row_tokens, manifest) + around, payload_bytes(max(num_tokens), manifest))
     return Window(max(most, 1), longest)
 
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspark_lab.cluster.decision import needs_job
 from dspark_lab.cluster.services import ServiceError
+from dspark_lab.pipeline.combinations import settle_source
 from dspark_lab.pipeline.distributed import count_ranks, take_part
 from dspark_lab.pipeline.export import refuse_unwritable
 from dspark_lab.pipeline.forecast import forecast
@@ -50,6 +51,7 @@ def run(config: DictConfig) -> float | None:
         for stage in stages:
             READERS[stage](config, None)
         return None
+    settle_source(config, HydraConfig.get().runtime.choices)
     resolved = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     name, info = identify(config, resolved)
     if config.sweep.dry:

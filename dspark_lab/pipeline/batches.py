@@ -22,7 +22,9 @@ def decode_batches(parts: Parts, drafter: Drafter, setting: Mapping[str, Any]) -
     """Plain decoding and decoding under the run's scheduler, in turn, at every ``evaluate.batch_sizes``."""
     recipe = parts.evaluation
     device = drafter.target_head.lm_head.device
-    prompts = [replace(prompt, token_ids=prompt.token_ids.to(device)) for prompt in parts.evaluation_prompts]
+    prompts = [
+        replace(prompt, token_ids=prompt.token_ids.to(device)) for prompt in parts.conversations.evaluation_prompts
+    ]
     scheduler, profile = maker(parts), step_times(parts)
     ways = [PLAIN, Way(scheduler_name(parts), drafter, lambda: scheduler(profile))]
     metrics: list[Metric] = []

@@ -13,7 +13,7 @@ from dspark_lab.training.acceptance import DECODE_ACCEPTANCE
 
 NEEDS: Mapping[str, Callable[[Parts, str], dict[str, Any]]] = {
     "replay": lambda parts, monitor: {
-        "conversations": parts.tokenized["validation"],
+        "conversations": parts.conversations.tokenized["validation"],
         "read_sample": parts.store.get,
         "seed": parts.config.seed,
     },
@@ -21,7 +21,7 @@ NEEDS: Mapping[str, Callable[[Parts, str], dict[str, Any]]] = {
     "early_stop": lambda parts, monitor: {"monitor": monitor},
     "decode": lambda parts, monitor: {
         "target": parts.target,
-        "prompts": [prompt_only(conversation) for conversation in parts.tokenized["validation"]],
+        "prompts": [prompt_only(conversation) for conversation in parts.conversations.tokenized["validation"]],
         "seed": parts.config.seed,
     },
     "ema": lambda parts, monitor: {},

@@ -12,12 +12,12 @@ from dspark_lab.report.vocabulary import metric
 
 def capture(parts: Parts) -> Outcome:
     """The target's states of every conversation that the store does not hold yet."""
-    live = parts.corpus.source == "live"
-    splits = {split: samples for split, samples in parts.tokenized.items() if split != "train" or not live}
+    live, conversations = parts.corpus.source == "live", parts.conversations
+    splits = {split: samples for split, samples in conversations.tokenized.items() if split != "train" or not live}
     store, wanted = parts.store, {c.key: c for samples in splits.values() for c in samples}
-    given = sum(len(samples) for samples in parts.tokenized.values())
+    given = sum(len(samples) for samples in conversations.tokenized.values())
     left = given - sum(len(samples) for samples in splits.values())
-    num_split = given + len(parts.unmaskable) - sum(map(len, parts.conversations.values()))
+    num_split = given + len(conversations.unmaskable) - sum(map(len, conversations.kept.values()))
     there = set(store.keys())
     missing = [conversation for key, conversation in wanted.items() if key not in there]
     num_tokens = sum(len(conversation) for conversation in missing)
@@ -48,7 +48,7 @@ def capture(parts: Parts) -> Outcome:
         metrics.append(metric("capture_tokens_per_s", num_tokens / time_s, origin="measured"))
     dropped = {
         "same content as another conversation": given - left - len(wanted),
-        "cannot be masked with this template": len(parts.unmaskable),
+        "cannot be masked with this template": len(conversations.unmaskable),
     }
     events = {"captured": len(missing), "already in the store": len(wanted) - len(missing)}
     events |= parts.target.take_events()
@@ -56,11 +56,11 @@ def capture(parts: Parts) -> Outcome:
         events["left to live capture"] = left
     if num_split:
         events["further samples of conversations split by turn"] = num_split
-    cards = source_cards(parts.corpus.train, parts.splits.train, parts.tokenized["train"])
+    cards = source_cards(parts.corpus.train, conversations.splits.train, conversations.tokenized["train"])
     for card in cards:
         console.print(f"source {card.name}: {card.num_prompts} prompts, {card.num_tokens} tokens")
     return {
-        "num_in": given + len(parts.unmaskable),
+        "num_in": given + len(conversations.unmaskable),
         "num_out": len(wanted) + left,
         "dropped": {reason: count for reason, count in dropped.items() if count},
         "events": events,

@@ -81,6 +81,12 @@ CONTRADICTIONS: Sequence[Rule] = (
 """(what is chosen, config) -> whether it contradicts itself, and what to do."""
 
 
+def settle_source(config: DictConfig, choices: Mapping[str, str]) -> None:
+    """Say what data.source=null means: live where an engine captures into Mooncake, else stored."""
+    if config.data.source is None:
+        config.data.source = "live" if (choices["engine"], choices["store"]) == ("vllm", "mooncake") else "stored"
+
+
 def refuse_contradictions(config: DictConfig, choices: Mapping[str, str], *, num_ranks: int) -> None:
     """Raises ValueError with every contradiction among the choices; ``num_ranks`` of a group that was started elsewhere."""
     found = [told for contradicts, told in CONTRADICTIONS if contradicts(choices, config)]

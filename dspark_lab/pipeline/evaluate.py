@@ -40,7 +40,7 @@ def evaluate(parts: Parts) -> Outcome:
         replayed = evaluate_replay(
             drafter,
             parts.store.get,
-            parts.tokenized["evaluation"][: recipe.num_replay_prompts],
+            parts.conversations.tokenized["evaluation"][: recipe.num_replay_prompts],
             sampling=recipe.sampling,
             num_draft_tokens=num_draft_tokens,
             target_head=drafter.target_head,
@@ -55,7 +55,7 @@ def evaluate(parts: Parts) -> Outcome:
         decoded = evaluate_decode(
             parts.target,
             drafter,
-            parts.evaluation_prompts[: recipe.num_decode_prompts],
+            parts.conversations.evaluation_prompts[: recipe.num_decode_prompts],
             sampling=recipe.sampling,
             num_draft_tokens=num_draft_tokens,
             seed=recipe.seed,
@@ -74,9 +74,13 @@ def evaluate(parts: Parts) -> Outcome:
         save_examples(parts.run.directory, examples_of(parts, traces))
     if "batch" in recipe.modes:
         metrics += decode_batches(parts, drafter, {**setting, "engine": "huggingface"})
-    if "served" in parts.assigned:
+    if "served" in parts.conversations.assigned:
         save_traces(parts.run.gate_traces, {"replayed": replay_as_served(parts, drafter).traces})
-    counted = len(traces.get("replayed", traces.get("measured", parts.evaluation_prompts[: recipe.num_batch_prompts])))
+    counted = len(
+        traces.get(
+            "replayed", traces.get("measured", parts.conversations.evaluation_prompts[: recipe.num_batch_prompts])
+        )
+    )
     record = {"num_in": counted + sum(dropped.values()), "num_out": counted, "dropped": dropped}
     return {**record, "unit": "prompts"}, metrics
 
@@ -87,7 +91,7 @@ def replay_as_served(parts: Parts, drafter: Drafter) -> ReplayResult:
     return evaluate_replay(
         drafter,
         parts.store.get,
-        parts.tokenized["served"],
+        parts.conversations.tokenized["served"],
         sampling=serving.sampling,
         num_draft_tokens=serving.judged or drafter.num_draft_tokens,
         target_head=drafter.target_head,
@@ -102,7 +106,7 @@ def replay_as_served(parts: Parts, drafter: Drafter) -> ReplayResult:
 def examples_of(parts: Parts, traces: Mapping[str, Sequence[Trace]]) -> list[Example]:
     """Of real decoding where there is some, else of replay."""
     origin = "measured" if "measured" in traces else "replayed"
-    texts = {prompt.id: prompt.token_ids.tolist() for prompt in parts.evaluation_prompts}
+    texts = {prompt.id: prompt.token_ids.tolist() for prompt in parts.conversations.evaluation_prompts}
     decode = parts.target.tokenizer.decode
     return [
         explain(

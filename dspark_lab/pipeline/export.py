@@ -137,7 +137,7 @@ def _at_checkpoint(results: Results, checkpoint: str) -> Results:
 
 def _run_card(parts: Parts, provenance: Provenance, metrics: tuple[Metric, ...], warnings: list[str]) -> dict[str, Any]:
     trained = any(parts.run.checkpoints.glob("*.ckpt"))
-    keys = sorted({sample.key for sample in parts.tokenized["train"]}) if trained else []
+    keys = sorted({sample.key for sample in parts.conversations.tokenized["train"]}) if trained else []
     spec, vocabulary = provenance.target, parts.vocabulary
     return {
         "run": provenance.run,

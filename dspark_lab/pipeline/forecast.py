@@ -9,7 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dspark_lab.data.answers import Assignment
-from dspark_lab.pipeline.parts import Parts, packaged
+from dspark_lab.pipeline.conversations import packaged
+from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.sweep import in_sweep
 from dspark_lab.progress import console
 from dspark_lab.records import content_hash
@@ -99,14 +100,14 @@ def needs(parts: Parts) -> tuple[Need, Need]:
     book_is_there = (parts.home / "answers" / f"{spec.fingerprint}-{spec.template_hash}.jsonl").exists()
     stored = parts.store.keys() if (parts.home / "states" / parts.manifest.content_hash).exists() else ()
     there = set(stored) if parts.info.choices["store"] == "disk" else set()
-    assignments = [entry for split in parts.assigned.values() for entry in split]
-    missing = [entry for entry in assignments if not book_is_there or parts.answer(entry) is None]
+    assignments = [entry for split in parts.conversations.assigned.values() for entry in split]
+    missing = [entry for entry in assignments if not book_is_there or parts.conversations.answer(entry) is None]
     target = content_hash([spec.fingerprint, spec.template_hash])
     unwritten = {_address(entry, target): entry for entry in missing if entry.sampling is not None}
     answers = _need(len(assignments) - len(missing), unwritten, parts, PLANNED.answers, answer_only=True)
     if missing:
         return answers, _need(0, {_address(entry, target): entry for entry in assignments}, parts, PLANNED.states)
-    known = {c.key: len(c) for split in parts.tokenized.values() for c in split}
+    known = {c.key: len(c) for split in parts.conversations.tokenized.values() for c in split}
     new = {key: length for key, length in known.items() if key not in there | PLANNED.states}
     shared = len(known.keys() & (PLANNED.states - there))
     PLANNED.states.update(new)

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -23,14 +22,10 @@ from dspark_lab.checkpoint.export import Export
 from dspark_lab.checkpoint.reading import Checkpoint, read_checkpoint
 from dspark_lab.checkpoint.warm_start import check_fit, load_weights
 from dspark_lab.cluster.local import Cluster
-from dspark_lab.data.answers import AnswerBook, Assignment
 from dspark_lab.data.corpus import Corpus
 from dspark_lab.data.datamodule import HiddenStateDataModule
 from dspark_lab.data.live import LiveData, LiveRecipe
 from dspark_lab.data.packing import SampleOutline
-from dspark_lab.data.prompts import Splits, disjoint, to_prompt
-from dspark_lab.data.reasoning import supervise_answers_alone
-from dspark_lab.data.screening import OverlapCount, Screened, screen_answers, screen_prompts
 from dspark_lab.data.vocabulary import DraftVocabulary, build_draft_vocabulary, count_supervised_tokens
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
 from dspark_lab.drafter.start import start_from_target
@@ -38,14 +33,14 @@ from dspark_lab.evaluation.published import Published
 from dspark_lab.evaluation.recipe import Benchmark, Calibration, Evaluation, Serving
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.combinations import refuse_contradictions
+from dspark_lab.pipeline.conversations import Conversations
 from dspark_lab.pipeline.live import live_data
 from dspark_lab.progress import console
-from dspark_lab.records import Conversation, TokenizedConversation, content_hash
+from dspark_lab.records import content_hash
 from dspark_lab.report.results import RunInfo
 from dspark_lab.run import Run
 from dspark_lab.store.mooncake_admin import room
 from dspark_lab.store.protocol import HiddenStateStore, Manifest
-from dspark_lab.target.chat import tokenize_maskable, tokenize_prompt
 from dspark_lab.target.huggingface import HuggingFaceTarget
 from dspark_lab.target.protocol import Target
 from dspark_lab.target.vllm import VllmTarget
@@ -135,127 +130,15 @@ class Parts:
         return content_hash([place, str(self.run.directory.resolve())])
 
     @cached_property
-    def splits(self) -> Splits:
-        return self._screened_prompts[0]
-
-    @property
-    def prompt_overlap(self) -> OverlapCount:
-        return self._screened_prompts[1]
-
-    @cached_property
-    def _screened_prompts(self) -> tuple[Splits, OverlapCount]:
-        found, overlap = screen_prompts(
-            disjoint(
-                train=self.corpus.read(self.corpus.train),
-                validation=self.corpus.read(self.corpus.validation),
-                evaluation=map(to_prompt, self.benchmark.prompts),
-            ),
-            overlap=self.corpus.overlap,
+    def conversations(self) -> Conversations:
+        return Conversations(
+            self.corpus,
+            benchmark=self.benchmark,
+            evaluation=self.evaluation,
+            serving=self.serving,
+            target=lambda: self.target,
+            home=self.home,
         )
-        for reason, count in found.dropped.items():
-            console.print(f"prompts: {count} dropped ({reason})")
-        return found, overlap
-
-    @cached_property
-    def assigned(self) -> dict[str, list[Assignment]]:
-        """The answers that each split needs."""
-        splits, mix = self.splits, self.corpus.mix
-        greedy = self.corpus.greedy if mix else None
-        return self._served() | {
-            "train": mix.assign(splits.train, positions=splits.train_positions)
-            if mix
-            else [Assignment(conversation) for conversation in splits.train],
-            "validation": [Assignment(conversation, greedy) for conversation in splits.validation],
-            "evaluation": [Assignment(conversation, self.evaluation.sampling) for conversation in splits.evaluation],
-        }
-
-    @property
-    def gate_split(self) -> str:
-        """Of the answers that the serve gate replays."""
-        return "evaluation" if self.serving.as_evaluated(self.evaluation) else "served"
-
-    def _served(self) -> dict[str, list[Assignment]]:
-        """Answers as the deployment samples them, for a gate by replay."""
-        if "decode" in self.evaluation.modes or self.gate_split == "evaluation":
-            return {}
-        prompts = self.splits.evaluation[: self.serving.num_prompts]
-        return {"served": [Assignment(prompt, self.serving.sampling) for prompt in prompts]}
-
-    @cached_property
-    def book(self) -> AnswerBook:
-        spec = self.target.spec
-        return AnswerBook(self.home / "answers", fingerprint=spec.fingerprint, template_hash=spec.template_hash)
-
-    def answer(self, assignment: Assignment) -> Conversation | None:
-        """The conversation with its answer, or None when it is still to be regenerated."""
-        if assignment.sampling is None:
-            return assignment.prompt
-        return self.book.get(assignment.prompt, assignment.sampling, sample_index=assignment.sample_index)
-
-    @cached_property
-    def answered(self) -> dict[str, list[Conversation]]:
-        """Every conversation of each split, with its answer."""
-        answered = {}
-        for split, assignments in self.assigned.items():
-            found = [self.answer(assignment) for assignment in assignments]
-            answered[split] = [conversation for conversation in found if conversation is not None]
-            if len(answered[split]) < len(found):
-                raise ValueError(
-                    f"{len(found) - len(answered[split])} of {len(found)} {split} prompts have no answer yet: add "
-                    "regenerate to stages"
-                )
-        return answered
-
-    @cached_property
-    def screened(self) -> Screened:
-        """The training conversations whose answers are worth learning."""
-        return screen_answers(
-            self.answered["train"],
-            evaluation=self.splits.evaluation,
-            truncated=self.corpus.truncated,
-            overlap=self.corpus.overlap,
-            end_token_ids=self.target.spec.eos_token_ids,
-            decode=lambda ids: str(self.target.tokenizer.decode(list(ids), skip_special_tokens=True)),
-        )
-
-    @property
-    def conversations(self) -> dict[str, list[Conversation]]:
-        """What each split is made of."""
-        return {**self.answered, "train": list(self.screened.kept)}
-
-    @property
-    def tokenized(self) -> dict[str, list[TokenizedConversation]]:
-        """The samples of each split; a conversation gives several where its template rewrites earlier turns."""
-        return {split: samples for split, (samples, _) in self._masked.items()}
-
-    @cached_property
-    def evaluation_prompts(self) -> list[TokenizedConversation]:
-        """The benchmark's prompts, each rendered to ask for its answer; no answer need be there."""
-        prompts = []
-        for prompt in self.splits.evaluation:
-            ids = tokenize_prompt(prompt.messages, self.target.tokenizer, enable_thinking=self.corpus.enable_thinking)
-            nothing = torch.zeros(len(ids), dtype=torch.bool)
-            prompts.append(TokenizedConversation(prompt.id, torch.tensor(ids), nothing, prompt.domain))
-        return prompts
-
-    @property
-    def unmaskable(self) -> list[str]:
-        """Why, of each conversation that is in no sample because the template cannot tell the assistant's tokens."""
-        return [reason for _, reasons in self._masked.values() for reason in reasons]
-
-    @cached_property
-    def _masked(self) -> dict[str, tuple[list[TokenizedConversation], list[str]]]:
-        tokenizer, thinking = self.target.tokenizer, self.corpus.enable_thinking
-        masked = {
-            split: tokenize_maskable(conversations, tokenizer, enable_thinking=thinking)
-            for split, conversations in self.conversations.items()
-        }
-        if self.corpus.reasoning_end is not None:
-            end = tokenizer.encode(self.corpus.reasoning_end, add_special_tokens=False)
-            for split in ("train", "validation"):
-                samples, reasons = masked[split]
-                masked[split] = supervise_answers_alone(samples, end), reasons
-        return masked
 
     @cached_property
     def manifest(self) -> Manifest:
@@ -296,7 +179,7 @@ class Parts:
         """The servers that capture, with data.source=live, until ``end_capture``."""
         assert isinstance(self.target, VllmTarget)
         capturing = self.target.capturing(
-            self.tokenized["train"], generation=self.generation, patience_s=LIVE_PATIENCE_S
+            self.conversations.tokenized["train"], generation=self.generation, patience_s=LIVE_PATIENCE_S
         )
         return self._open.enter_context(capturing)
 
@@ -336,7 +219,7 @@ class Parts:
 
     @cached_property
     def token_counts(self) -> torch.Tensor:
-        return count_supervised_tokens(self.tokenized["train"], vocab_size=self.target.spec.vocab_size)
+        return count_supervised_tokens(self.conversations.tokenized["train"], vocab_size=self.target.spec.vocab_size)
 
     @property
     def coverage(self) -> float:
@@ -364,7 +247,7 @@ class Parts:
 
     def _outlines(self, split: str) -> list[SampleOutline]:
         least = self.corpus.min_supervised_tokens
-        return [SampleOutline.of(sample, min_supervised_tokens=least) for sample in self.tokenized[split]]
+        return [SampleOutline.of(sample, min_supervised_tokens=least) for sample in self.conversations.tokenized[split]]
 
     @property
     def live_data(self) -> LiveData:
@@ -373,7 +256,9 @@ class Parts:
         assert admin_url
         source = self.source  # before room is looked for: it removes what earlier starts left
         free_bytes = room(admin_url).free_bytes
-        return live_data(source, self.tokenized["train"], recipe=self.live, free_bytes=free_bytes, kept=kept)
+        return live_data(
+            source, self.conversations.tokenized["train"], recipe=self.live, free_bytes=free_bytes, kept=kept
+        )
 
     @cached_property
     def drafter(self) -> Drafter:
@@ -395,12 +280,3 @@ class Parts:
             load_weights(drafter, imported)
             console.print(f"drafter: weights of {imported.source} ({imported.format} format)")
         return drafter
-
-
-def packaged(name: str) -> Path:
-    """Path of answers that ship with the package."""
-    path = Path(str(files("dspark_lab"))) / "assets" / f"{name}.jsonl.gz"
-    if not path.exists():
-        shipped = ", ".join(sorted(p.name.removesuffix(".jsonl.gz") for p in path.parent.glob("*.jsonl.gz"))) or "none"
-        raise ValueError(f"data.packaged_answers={name!r} is not shipped (there is: {shipped}); set it to null")
-    return path

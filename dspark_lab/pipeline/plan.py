@@ -12,7 +12,7 @@ from dspark_lab.cluster.plan import Plan, make_plan
 from dspark_lab.cluster.plan.flow import States
 from dspark_lab.cluster.plan.job import Assumptions, Job
 from dspark_lab.cluster.plan.memory import DrafterSize, TrainingPlace
-from dspark_lab.data.vocabulary import DraftVocabulary
+from dspark_lab.data.vocabulary import DraftVocabulary, bounded_size
 from dspark_lab.drafter.base import Borrowed, Drafter, Recipe
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.hardware.accelerator import Accelerator
@@ -83,7 +83,8 @@ def drafter_on_meta(config: DictConfig, spec: TargetSpec, *, draft_vocab_size: i
         lr_schedule=build(config, "lr_schedule"),
         seed=config.seed,
     )
-    vocabulary = DraftVocabulary.of(torch.arange(draft_vocab_size or spec.vocab_size), vocab_size=spec.vocab_size)
+    size = bounded_size(draft_vocab_size, vocab_size=spec.vocab_size)
+    vocabulary = DraftVocabulary.of(torch.arange(size), vocab_size=spec.vocab_size)
     with torch.device("meta"):
         matrix = torch.empty(spec.vocab_size, spec.hidden_size)
         head = TargetHead(matrix, torch.empty(spec.hidden_size), spec.rms_norm_eps, torch.empty_like(matrix))

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from dspark_lab.data.answers import Assignment
 from dspark_lab.data.overlap import NUM_WORDS
+from dspark_lab.pipeline.conversations import packaged
 from dspark_lab.pipeline.distributed import Outcome
-from dspark_lab.pipeline.parts import Parts, packaged
+from dspark_lab.pipeline.parts import Parts
 from dspark_lab.progress import console, track
 from dspark_lab.records import Conversation, Metric, Sampling
 from dspark_lab.report.vocabulary import metric
@@ -14,30 +15,31 @@ from dspark_lab.report.vocabulary import metric
 
 def regenerate(parts: Parts) -> Outcome:
     """The target answers every prompt that has no recorded answer yet."""
-    assigned = [pair for split in parts.assigned.values() for pair in split]
+    asked = parts.conversations
+    assigned = [pair for split in asked.assigned.values() for pair in split]
     events: dict[str, int] = {}
     if parts.corpus.regenerate and parts.corpus.packaged_answers:
-        seeding = parts.book.seed_from(packaged(parts.corpus.packaged_answers))
+        seeding = asked.book.seed_from(packaged(parts.corpus.packaged_answers))
         if seeding.refused:
             console.print(f"shipped answers are not used: {seeding.refused}")
         elif seeding.num_copied:
             events["taken from the shipped answers"] = seeding.num_copied
         if seeding.num_copied and parts.corpus.num_checked:
             events |= _check_packaged(parts)
-    missing = [assignment for assignment in assigned if parts.answer(assignment) is None]
+    missing = [assignment for assignment in assigned if asked.answer(assignment) is None]
     known = len(assigned) - len(missing)
     if known:
         console.print(f"regenerate: {known} of {len(assigned)} answers are there already")
     metrics = _answer(parts, missing) + _overlap(parts)
     parts.cluster.stop_engine()  # what comes next needs its memory
-    conversations = [c for split in parts.conversations.values() for c in split]
+    conversations = [c for split in asked.kept.values() for c in split]
     lengths = sum(c.finish == "length" for c in conversations)
     if lengths:
         events["stopped by max_new_tokens"] = lengths
     events["regenerated"] = len(missing)
     events |= parts.target.take_events()
-    dropped = {**parts.splits.dropped, **parts.screened.dropped}
-    num_in = len(assigned) + sum(parts.splits.dropped.values())
+    dropped = {**asked.splits.dropped, **asked.screened.dropped}
+    num_in = len(assigned) + sum(asked.splits.dropped.values())
     return {"num_in": num_in, "num_out": len(conversations), "dropped": dropped, "events": events}, metrics
 
 
@@ -53,7 +55,7 @@ def _answer(parts: Parts, missing: Sequence[Assignment]) -> list[Metric]:
         answers = parts.target.regenerate(prompts, sampling=sampling)  # the engine is ready now
         started = time.monotonic()
         for answer in track(answers, f"regenerate ({how})", total=len(prompts)):
-            parts.book.add([answer], sample_index=sample_index)
+            parts.conversations.book.add([answer], sample_index=sample_index)
             num_tokens += len(answer.answer_token_ids or ())
         time_s += time.monotonic() - started
     if not num_tokens:
@@ -64,7 +66,8 @@ def _answer(parts: Parts, missing: Sequence[Assignment]) -> list[Metric]:
 def _overlap(parts: Parts) -> list[Metric]:
     """How much of the training text stands in the benchmark's prompts."""
     setting = {"benchmark": parts.benchmark.name, "num_words": NUM_WORDS}
-    found = {"train_prompt_overlap": parts.prompt_overlap, "train_answer_overlap": parts.screened.overlap}
+    asked = parts.conversations
+    found = {"train_prompt_overlap": asked.prompt_overlap, "train_answer_overlap": asked.screened.overlap}
     for name, count in found.items():
         kind = name.split("_")[1]
         console.print(
@@ -79,9 +82,9 @@ def _overlap(parts: Parts) -> list[Metric]:
 
 def _check_packaged(parts: Parts) -> dict[str, int]:
     """Write some shipped greedy answers again; on other hardware a near tie may fall the other way."""
-    greedy = parts.corpus.greedy
-    prompts = [entry.prompt for split in parts.assigned.values() for entry in split if entry.sampling == greedy]
-    found = [answer for prompt in prompts if (answer := parts.book.get(prompt, greedy)) is not None]
+    greedy, asked = parts.corpus.greedy, parts.conversations
+    prompts = [entry.prompt for split in asked.assigned.values() for entry in split if entry.sampling == greedy]
+    found = [answer for prompt in prompts if (answer := asked.book.get(prompt, greedy)) is not None]
     shipped = {answer.id: answer.answer_token_ids for answer in found[: parts.corpus.num_checked]}
     chosen = [prompt for prompt in prompts if prompt.id in shipped]
     answers = parts.target.regenerate(chosen, sampling=greedy)

@@ -65,7 +65,7 @@ def serve(parts: Parts) -> Outcome:
     format_of(get_class(parts.config.drafter._target_))  # importing a class makes its format known
     checkpoint, recipe = read_checkpoint(str(folder)), parts.serving
     num_draft_tokens = recipe.judged or checkpoint.description.num_draft_tokens
-    prompts = parts.evaluation_prompts[: recipe.num_prompts]
+    prompts = parts.conversations.evaluation_prompts[: recipe.num_prompts]
     if "decode" in parts.evaluation.modes:
         own = decoded_here(parts, checkpoint, prompts, num_draft_tokens)
     else:
@@ -141,10 +141,10 @@ def replayed_here(parts: Parts, prompts: Sequence[TokenizedConversation]) -> Own
 
     Its weights were not rounded for export.
     """
-    split = parts.gate_split
+    split = parts.conversations.gate_split
     path = parts.run.traces if split == "evaluation" else parts.run.gate_traces
     traces = {trace.prompt_id: trace for trace in read_traces(path, origin="replayed")}
-    answers = {conversation.id: conversation.answer_token_ids for conversation in parts.answered[split]}
+    answers = {conversation.id: conversation.answer_token_ids for conversation in parts.conversations.answered[split]}
     kept = [prompt for prompt in prompts if prompt.id in traces]
     return Own("replay", kept, [traces[prompt.id] for prompt in kept], [answers[prompt.id] or () for prompt in kept])
 

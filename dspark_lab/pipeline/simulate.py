@@ -1,12 +1,13 @@
 """Stage *simulate*: the frontier of a scheduler against its baselines, on hardware that need not be there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from dspark_lab.configs import changed
 from dspark_lab.hardware.deployment import Deployment, Hardware, deploy
+from dspark_lab.hardware.protocol import HardwareProfile
 from dspark_lab.hardware.served import ServedDrafter, ServedTarget
 from dspark_lab.pipeline.build import build, build_scheduler
 from dspark_lab.pipeline.distributed import Outcome
@@ -16,11 +17,12 @@ from dspark_lab.records import Metric
 from dspark_lab.report.results import RESULTS_FILE, read_results
 from dspark_lab.report.vocabulary import metric
 from dspark_lab.scheduler.oracle import Oracle
+from dspark_lab.scheduler.protocol import VerifyScheduler
 from dspark_lab.serving.acceptance import AcceptanceTable
 from dspark_lab.serving.frontier_file import Curve, FrontierFile, gains_by_load, gains_over, rate_of
 from dspark_lab.serving.recipe import Simulation
 from dspark_lab.serving.sources import RunTraces, Traces
-from dspark_lab.serving.study import MakeScheduler, Scheme, Simulated, simulate_load
+from dspark_lab.serving.study import Scheme, Simulated, simulate_load
 
 
 def simulate(parts: Parts) -> Outcome:
@@ -121,7 +123,7 @@ def lengths_of(recipe: Simulation, table: AcceptanceTable, drafter: ServedDrafte
     }
 
 
-def maker(parts: Parts) -> MakeScheduler:
+def maker(parts: Parts) -> Callable[[HardwareProfile], VerifyScheduler]:
     """Builds ``scheduler`` anew for each simulation; a calibrated run's confidences go through its temperatures."""
     calibrated = parts.info.choices["traces"] == "run" and parts.run.calibration.is_file()
     calibration = parts.run.calibration if calibrated else None

@@ -95,7 +95,7 @@ def train(parts: Parts) -> Outcome:
         used["events"]["steps skipped by the spike guard"] = skipped
     if watch is not None:
         used["events"] |= watch.events
-    return {**used, "num_in": len(parts.tokenized["train"])}, metrics
+    return {**used, "num_in": len(parts.conversations.tokenized["train"])}, metrics
 
 
 def used_samples(counts: PackingCounts) -> dict[str, Any]:

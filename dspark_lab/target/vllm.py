@@ -15,7 +15,8 @@ from pydantic import PositiveInt
 from transformers import PreTrainedTokenizerBase
 
 from dspark_lab.capture.client import CaptureClient
-from dspark_lab.capture.endpoints import Endpoint, EndpointPool, NotAdmittedError
+from dspark_lab.capture.endpoint import Endpoint, NotAdmittedError
+from dspark_lab.capture.endpoints import EndpointPool
 from dspark_lab.capture.payloads import FilePayloads, MooncakePayloads, Payloads
 from dspark_lab.capture.probe import Probe, ProbeRecipe, choose_prompts
 from dspark_lab.cluster.local import Cluster

@@ -127,7 +127,7 @@ def main() -> None:
     info = RunInfo(options.run.name, {"engine": "huggingface", "store": "disk", "cluster": "attach"}, {}, "", "")
     parts = Parts(config, Run(options.run.name, options.run, ""), info, Place.of())
     drafter, _ = trained(parts)
-    prompts = [prompt_only(conversation) for conversation in parts.tokenized["evaluation"]]
+    prompts = [prompt_only(conversation) for conversation in parts.conversations.tokenized["evaluation"]]
     longest = max((prompt.token_ids for prompt in prompts), key=len)
     profile = measure(parts.target, drafter, longest, options.timed or options.batches)
     replayed = {trace.prompt_id: trace for trace in read_traces(parts.run.traces, origin="replayed")}

@@ -151,7 +151,7 @@ class Measure:
         return evaluate_replay(
             drafter,
             self.parts.store.get,
-            self.parts.tokenized["validation"][:num_conversations],
+            self.parts.conversations.tokenized["validation"][:num_conversations],
             sampling=Sampling(),
             num_draft_tokens=drafter.num_draft_tokens,
             target_head=drafter.target_head,

@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
 
 from dspark_lab.report.charts import COLOURS
 
@@ -41,7 +42,7 @@ def main() -> None:
         axis.grid(alpha=0.25)
     for row in axes:
         row[0].set_ylabel("acceptance length, estimated")
-    handles = {label: plt.Line2D([], [], color=colour) for label, colour in colours.items()}
+    handles = {label: Line2D([], [], color=colour) for label, colour in colours.items()}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), frameon=False)
     figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(given.out, metadata={"Date": None})

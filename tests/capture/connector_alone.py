@@ -3,6 +3,7 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import (  # pyright: ignore[reportMissingImports]
@@ -16,6 +17,7 @@ def connector_alone() -> DiskHiddenStatesConnector:
     """Its cache: blocks, layers, slots, hidden size."""
     made = DiskHiddenStatesConnector.__new__(DiskHiddenStatesConnector)
     made._kv_cache, made._block_size = torch.arange(3 * 2 * 4 * 8).view(3, 2, 4, 8).bfloat16(), 4
+    made._caches = [made._kv_cache]
     made._is_tp_rank_zero = made.use_lock = True
     made._lock_fds, made._req_futures, made._req_copy_events = {}, {}, {}
     made._accumulated_finished_req_ids = set()
@@ -29,7 +31,9 @@ def finish(connector: DiskHiddenStatesConnector, name: str, folder: Path) -> str
     told.new_req_filenames[name] = path
     connector._connector_metadata = told
     connector.wait_for_save()
-    told.pending_saves.append(stock.PendingSave(name, path, torch.arange(6), [2, 0]))
+    pending: Any = stock.PendingSave(name, path, torch.arange(6), [2, 0])
+    pending.all_block_ids = ([2, 0],)
+    told.pending_saves.append(pending)
     done, _ = connector.get_finished({name})
     assert done == {name}, "its blocks are never free again"
     return path
@@ -42,6 +46,9 @@ def main(folder: Path) -> None:
     assert connector._kv_cache is not None
     connector._kv_cache[0, 1, 0, 0] = float("nan")
     finish(connector, "cmpl-spoilt", folder / "payloads")
+    assert connector._kv_cache[[0, 2]].count_nonzero() == 0 and connector._kv_cache[1].all(), (
+        "its NaN would be the next's"
+    )
     (folder / "file").touch()
     finish(connector, "cmpl-lost", folder / "file" / "no folder")
     connector._executor.shutdown()

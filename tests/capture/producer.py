@@ -1,7 +1,7 @@
 """A capturing server in a process of its own: vLLM's API and the payloads of hs-connectors' own writer, without a model.
 
 ``python producer.py <port> <mooncake_master>``. POST /faults takes a list of what goes wrong with the next requests, one
-each: "refused", "garbage", "other ids", "nan", "short", "failed", "nothing", or null.
+each: "refused", "garbage", "other ids", "nan", "short", "flipped", "failed", "nothing", or null.
 """
 
 import json
@@ -17,6 +17,8 @@ from hs_connectors.mooncake_store import (  # pyright: ignore[reportMissingImpor
     packed_layout,
 )
 from produced import states_of
+
+from dspark_lab.capture import checksum
 
 
 class Producer(BaseHTTPRequestHandler):
@@ -49,6 +51,15 @@ class Producer(BaseHTTPRequestHandler):
         elif fault == "short":
             written = {**described, "metadata": {"total_aligned_bytes": num_bytes - 64}}
             self.store.put_sample(written, tensors)
+        elif fault == "flipped":  # a bit, of what our connector would have sealed
+            checksum.leave_room(described)
+            self.store.put_sample(described, tensors)
+            mooncake: Any = self.store._store
+            payload = bytearray(mooncake.get(handle))
+            checksum.seal(memoryview(payload))
+            payload[4] ^= 1
+            mooncake.remove(handle, True)
+            mooncake.put(handle, bytes(payload))
         elif fault != "nothing":
             if fault == "nan":
                 states[-1, -1, 0] = float("nan")

@@ -12,6 +12,7 @@ import torch
 from captured_states import CONVERSATION, MANIFEST, STATES
 from safetensors.torch import save_file
 
+from dspark_lab.capture.checksum import CRC32, crc32_of
 from dspark_lab.capture.client import CaptureClient
 from dspark_lab.capture.payloads import FilePayloads
 from dspark_lab.capture.protocol import CaptureError
@@ -25,6 +26,7 @@ class Writer:
         self.tensors = {"hidden_states": STATES, "token_ids": CONVERSATION.token_ids}
         self.num_bytes: int | None = None
         self.num_lost = 0  # of the next payloads
+        self.num_flipped = 0  # of them; a bit of each, of what our connector would have written
         self.num_asked = 0
         self.told: dict[str, Any] = {}  # further, in its replies
 
@@ -34,6 +36,11 @@ class Writer:
         file.with_name(file.name + ".lock").touch()
         save_file(self.tensors, file)
         file.write_bytes(file.read_bytes()[: self.num_bytes])
+        if self.num_asked <= self.num_flipped:
+            save_file(self.tensors, file, {CRC32: crc32_of(STATES, CONVERSATION.token_ids)})
+            payload = bytearray(file.read_bytes())
+            payload[-2] ^= 1  # of a mantissa
+            file.write_bytes(payload)
         if self.num_asked <= self.num_lost:
             file.unlink()
         return {"kv_transfer_params": {"hidden_states_path": f"/as/the/server/sees/it/{file.name}", **self.told}}
@@ -64,6 +71,16 @@ def test_a_payload_that_its_server_died_of_is_asked_for_once_more(writer: Writer
     with pytest.raises(CaptureError, match="the engine has ended, or failed, without writing it"):
         list(client_of(writer).capture([CONVERSATION]))
     assert writer.num_asked == 4
+
+
+def test_a_payload_that_was_changed_under_way_is_asked_for_once_more(writer: Writer) -> None:
+    writer.num_flipped = 1
+    ((_, sample),) = client_of(writer).capture([CONVERSATION])
+    assert torch.equal(sample.hidden_states, STATES[:, :2]) and writer.num_asked == 2
+    writer.num_flipped = 4
+    with pytest.raises(CaptureError, match=r"cmpl-run.*bytes were changed under way") as caught:
+        list(client_of(writer).capture([CONVERSATION]))
+    assert caught.value.reason == "corrupt" and writer.num_asked == 4 and not list(writer.folder.iterdir())
 
 
 def test_what_another_generation_left_is_removed(writer: Writer) -> None:

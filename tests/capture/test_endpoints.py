@@ -11,17 +11,8 @@ import pytest
 from small_server import SmallServer, small_servers
 
 from dspark_lab.capture import endpoints
-from dspark_lab.capture.endpoints import (
-    FAILURES_TO_OPEN,
-    NUM_TRIES,
-    Endpoint,
-    EndpointError,
-    EndpointPool,
-    NotAdmittedError,
-    RefusedError,
-    ServerFailure,
-    read_endpoints,
-)
+from dspark_lab.capture.endpoint import Endpoint, EndpointError, NotAdmittedError, RefusedError, ServerFailure
+from dspark_lab.capture.endpoints import FAILURES_TO_OPEN, NUM_TRIES, EndpointPool, read_endpoints
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -13,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dspark_lab.capture.client import CaptureClient
-from dspark_lab.capture.endpoints import Endpoint
+from dspark_lab.capture.endpoint import Endpoint
 from dspark_lab.capture.payloads import MooncakePayloads
 from dspark_lab.capture.protocol import CaptureError, EngineUnreachableError
 from dspark_lab.cluster.services import MooncakeMaster, MooncakeSegment
@@ -41,6 +44,7 @@ pytestmark = [
     pytest.mark.skipif(vllm is None, reason="vllm, hs-connectors or mooncake is not installed: make test-services"),
 ]
 MODEL = str(files("dspark_lab") / "assets" / "tiny")
+POISON = 3  # <|mask|>, in no prompt but one
 LAYER_IDS = (1, 2, 3)
 NUM_LAYERS = 4
 MANIFEST = Manifest(
@@ -48,11 +52,24 @@ MANIFEST = Manifest(
 )
 
 
+def poisoned_target(folder: Path) -> str:
+    """The tiny target, but that the embedding of ``POISON`` is NaN; its head, else the same matrix, is one of its own."""
+    shutil.copytree(MODEL, folder)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embedding.clone()
+    embedding[POISON] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return str(folder)
+
+
 class Engine:
     """vLLM that captures, a master and a segment; ``client`` is connected to them."""
 
     def __init__(self, folder: Path, master: MooncakeMaster) -> None:
-        self.folder, self.master = folder, master
+        self.folder, self.master, self.model = folder, master, poisoned_target(folder / "target")
         self.client = MooncakeClient(
             master_address=master.address, protocol="tcp", rdma_devices="", local_hostname="127.0.0.1"
         )
@@ -65,11 +82,11 @@ class Engine:
         capturing = capture_arguments((*LAYER_IDS, NUM_LAYERS), transfer=through_mooncake(connection))
         # Long prompts are computed in chunks, and short ones together.
         arguments = (*capturing, "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-batched-tokens", "256")
-        self.server = VllmServer(folder=self.folder, model=MODEL, arguments=arguments, on_cpu=True)
+        self.server = VllmServer(folder=self.folder, model=self.model, arguments=arguments, on_cpu=True)
 
     def capturing(self, **settings: Any) -> CaptureClient:
         chosen = {
-            "namespace": "run", "generation": None, "endpoints": Endpoint(self.server.url, MODEL), "manifest": MANIFEST,
+            "namespace": "run", "generation": None, "endpoints": Endpoint(self.server.url, self.model), "manifest": MANIFEST,
         }  # fmt: skip
         payloads = MooncakePayloads(self.client, admin_url=self.master.admin_url)
         return CaptureClient(
@@ -88,7 +105,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def conversations(number: int) -> list[TokenizedConversation]:
     lengths = [1, 2, 127, 128, 129, 300, 17, 40][:number]  # vLLM's blocks have 128 tokens here
-    ids = [torch.randint(3, 400, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    ids = [torch.randint(POISON + 1, 400, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
     return [TokenizedConversation(f"c{len(i)}", i, torch.arange(len(i)) % 2 == 0) for i in ids]
 
 
@@ -117,6 +134,29 @@ def test_states_are_those_of_transformers(engine: Engine) -> None:
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
+
+
+def test_a_request_whose_states_are_not_finite_is_refused_and_its_server_goes_on(engine: Engine) -> None:
+    """Together with sound ones, and in front of those that are given its blocks of the engine's cache."""
+    client = engine.capturing()
+    sound = conversations(8)
+    before = dict(client.capture(sound))
+    ids = sound[5].token_ids.clone()
+    ids[[7, 200]] = POISON
+    poisoned = TokenizedConversation("poisoned", ids, sound[5].loss_mask)
+    with ThreadPoolExecutor(2) as pool:
+        described, beside = pool.map(client.submit, (poisoned, sound[4]))
+    with pytest.raises(
+        CaptureError, match=rf"{described['handle']}: .*Non-finite producer tensor 'hidden_states'"
+    ) as caught:
+        client.take(poisoned, described)
+    assert caught.value.reason == "non_finite" and client.generation in described["handle"]
+    found = {**dict(client.capture(sound)), "beside": client.take(sound[4], beside)}
+    before["beside"] = before[sound[4].key]
+    for key, sample in before.items():
+        assert relative_error(found[key].hidden_states.float(), sample.hidden_states.float()) < 0.02
+        assert relative_error(found[key].last_hidden_state.float(), sample.last_hidden_state.float()) < 0.02
+    assert object_names(engine.master.admin_url, prefix="") == []
 
 
 def test_nothing_stays_in_mooncake(engine: Engine) -> None:
@@ -212,7 +252,8 @@ def test_what_was_not_asked_for_is_refused(engine: Engine, settings: dict[str, A
 
 
 def test_a_damaged_payload_is_refused(engine: Engine) -> None:
-    """The engine's payload under another description: other ids, fewer bytes, another form, nothing, a failed producer."""
+    """The engine's payload under another description: other ids, fewer bytes, another form, nothing, a failed producer; or
+    with a bit flipped."""
     client = engine.capturing(payload_timeout_s=1.0)
     asked, other = conversations(8)[6:]
 
@@ -235,6 +276,15 @@ def test_a_damaged_payload_is_refused(engine: Engine) -> None:
     short = described()
     short["metadata"]["total_aligned_bytes"] += 64
     refused("bytes arrived of", "truncated", lambda: client.take(asked, short))
+    flipped = described()
+    while not client.ready(flipped):
+        time.sleep(0.01)
+    payload = engine.client.take(engine.client.size(flipped["handle"]))
+    engine.client.get_into([flipped["handle"]], [payload])
+    payload[8] ^= 1  # of a mantissa
+    engine.client.remove([flipped["handle"]])
+    engine.client.put([flipped["handle"]], [payload])
+    refused("its checksum differs", "corrupt", lambda: client.take(asked, flipped))
     nowhere = described() | {"handle": "nowhere"}
     refused("no payload after 1 s", "no_payload", lambda: client.take(asked, nowhere))
     failed = engine.client.take(64)

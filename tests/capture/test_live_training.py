@@ -146,6 +146,7 @@ FAULTS = {
     "other ids": "token_ids",
     "nan": "non_finite",
     "short": "truncated",
+    "flipped": "corrupt",
     "failed": "producer",
     "nothing": "no_payload",
 }

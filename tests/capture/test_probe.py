@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dspark_lab.capture.endpoints import NotAdmittedError, RefusedError, ServerFailure
+from dspark_lab.capture.endpoint import NotAdmittedError, RefusedError, ServerFailure
 from dspark_lab.capture.probe import Probe, ProbeRecipe
 from dspark_lab.capture.protocol import CaptureError
 from dspark_lab.records import TargetSample, TokenizedConversation

@@ -6,17 +6,20 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from dspark_lab.configs import config_folder
-from dspark_lab.pipeline.combinations import CONTRADICTIONS, refuse_contradictions
+from dspark_lab.pipeline.combinations import CONTRADICTIONS, refuse_contradictions, settle_source
 
 SERVER = "engine.endpoints=[http://127.0.0.1:8000]"
 NO_WORKERS = "data.num_workers=0"
 
 
-def check(*overrides: str, num_ranks: int = 1) -> None:
+def check(*overrides: str, num_ranks: int = 1) -> str:
+    """What data.source is then."""
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         config = compose("config", list(overrides), return_hydra_config=True)
     choices = {str(group): str(choice) for group, choice in config.hydra.runtime.choices.items()}
+    settle_source(config, choices)
     refuse_contradictions(config, choices, num_ranks=num_ranks)
+    return config.data.source
 
 
 LIVE = ["data.source=live", "engine=vllm", "cluster=local", "store=mooncake", NO_WORKERS]
@@ -66,6 +69,13 @@ def test_what_goes_together(overrides: list[str]) -> None:
 def test_what_does_not(overrides: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         check(*overrides)
+
+
+def test_an_engine_that_captures_into_mooncake_does_so_live() -> None:
+    through_mooncake = ("engine=vllm", "store=mooncake", "cluster=local")
+    assert check(*through_mooncake) == "live" and check(*through_mooncake, "data.source=stored") == "stored"
+    assert check("+experiment=live_cpu") == "live"
+    assert check("engine=vllm", "cluster=local") == check("store=mooncake") == check() == "stored"
 
 
 def test_every_row_of_the_table_is_tested() -> None:

@@ -110,7 +110,7 @@ def test_a_replaying_gate_compares_with_what_was_evaluated(tmp_path, split: str)
     save_traces(paths[split], {"replayed": traces})
     answered = [SimpleNamespace(id=name, answer_token_ids=(ord(name), 2)) for name in "cba"]
     folder = SimpleNamespace(traces=paths["evaluation"], gate_traces=paths["served"])
-    run: Any = SimpleNamespace(run=folder, answered={split: answered}, gate_split=split)
+    run: Any = SimpleNamespace(run=folder, conversations=SimpleNamespace(answered={split: answered}, gate_split=split))
     asked: Any = [SimpleNamespace(id=name) for name in "acb"]  # c was refused by the replay
     own = replayed_here(run, asked)
     assert [prompt.id for prompt in own.prompts] == ["a", "b"] == [trace.prompt_id for trace in own.traces]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small_server import SmallServer, small_servers
 
-from dspark_lab.capture.endpoints import EndpointError
+from dspark_lab.capture.endpoint import EndpointError
 from dspark_lab.capture.probe import ProbeRecipe
 from dspark_lab.cluster.local import AttachedCluster
 from dspark_lab.records import Conversation, Sampling
