@@ -76,11 +76,8 @@ def evaluate(parts: Parts) -> Outcome:
         metrics += decode_batches(parts, drafter, {**setting, "engine": "huggingface"})
     if "served" in parts.conversations.assigned:
         save_traces(parts.run.gate_traces, {"replayed": replay_as_served(parts, drafter).traces})
-    counted = len(
-        traces.get(
-            "replayed", traces.get("measured", parts.conversations.evaluation_prompts[: recipe.num_batch_prompts])
-        )
-    )
+    in_batches = parts.conversations.evaluation_prompts[: recipe.num_batch_prompts]
+    counted = len(traces.get("replayed", traces.get("measured", in_batches)))
     record = {"num_in": counted + sum(dropped.values()), "num_out": counted, "dropped": dropped}
     return {**record, "unit": "prompts"}, metrics
 
