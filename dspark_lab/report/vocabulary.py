@@ -231,7 +231,7 @@ METRICS: Mapping[str, MetricKind] = {
     "train_flops": MetricKind(
         "FLOPs",
         "Of forward and backward passes on the first rank: matrix products and attention (on CUDA without the fused "
-        "attention kernel), counted on a few early batches.",
+        "attention kernel), counted on one batch in sixteen.",
     ),
     "train_mfu": MetricKind(
         "fraction",

@@ -14,8 +14,8 @@ from dspark_lab.records import Batch
 from dspark_lab.training.collectives import sum_over_ranks
 from dspark_lab.training.flops import FlopCount, measure_peak_flops
 
-COUNTED_BATCHES = 4
-"""Batches whose FLOPs are counted: those of a row vary with its number of supervised slots."""
+COUNTED_BATCHES, COUNTED_EVERY = 4, 16
+"""FLOPs are counted of the first batches and then of every so many: they vary with a row's number of supervised slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Accounting(Callback):
     """Tokens per second, share of time waiting for data, and MFU; the totals are carried over a resume.
 
     MFU: FLOPs of the forward and backward passes / those that the device could have done in the time, by the speed of a
-    large matrix product measured when training starts. The FLOPs of a row are counted on a few early batches.
+    large matrix product measured when training starts. The FLOPs of a row are the mean over the batches that are counted.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Accounting(Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         self._wait_s = time.monotonic() - self._since
-        if self._warm and self.counted_batches < COUNTED_BATCHES:
+        if self._warm and (self.counted_batches < COUNTED_BATCHES or trainer.global_step % COUNTED_EVERY == 0):
             self._count = self._counting.enter_context(FlopCount())
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

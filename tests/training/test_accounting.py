@@ -11,7 +11,7 @@ from tiny_world import DRAFTERS, build, tiny_batch
 from torch import nn
 from torch.utils import flop_counter
 
-from dspark_lab.training.accounting import COUNTED_BATCHES, Accounting, Totals
+from dspark_lab.training.accounting import COUNTED_BATCHES, COUNTED_EVERY, Accounting, Totals
 from dspark_lab.training.flops import FlopCount, measure_peak_flops
 
 pytestmark = RESUMING
@@ -74,12 +74,12 @@ def test_rates():
 def test_a_training_is_counted_over_its_parts(tmp_path: Path):
     first, second = Accounting(), Accounting()
     fit(build("dspark"), tmp_path, [first], steps=4)
-    trainer = fit(build("dspark"), tmp_path, [second], steps=10, resume=True)
+    trainer = fit(build("dspark"), tmp_path, [second], steps=COUNTED_EVERY + 2, resume=True)
     assert first.tokens == 4 * tiny_batch().num_tokens
-    assert second.tokens == 10 * tiny_batch().num_tokens
-    assert second.totals.rows == 10 * 2
+    assert second.tokens == (COUNTED_EVERY + 2) * tiny_batch().num_tokens
+    assert second.totals.rows == (COUNTED_EVERY + 2) * 2
     assert all(getattr(second.totals, f.name) > getattr(first.totals, f.name) for f in fields(Totals))
-    assert first.counted_batches == 3 and second.counted_batches == COUNTED_BATCHES
+    assert first.counted_batches == 3 and second.counted_batches == COUNTED_BATCHES + 1
     rates = second.rates(second.totals)
     assert rates.keys() == {"tokens_per_s", "data_wait_share", "mfu"}
     assert 0 < rates["mfu"] < 1 and 0 < rates["data_wait_share"] < 1
