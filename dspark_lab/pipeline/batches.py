@@ -1,16 +1,14 @@
 """Mode *batch* of stage *evaluate*: what ``scheduler`` makes of real decoding, several requests at a time."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from hydra.utils import get_class
 
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.evaluation.batch import PLAIN, BatchResult, Way, evaluate_batches
-from dspark_lab.pipeline.build import build
+from dspark_lab.pipeline.build import asks_for_step_times, build
 from dspark_lab.pipeline.parts import Parts
 from dspark_lab.pipeline.simulate import acceptance_of, deployed, maker, scheduler_name
 from dspark_lab.progress import console, track
@@ -54,7 +52,7 @@ def decode_batches(parts: Parts, drafter: Drafter, setting: Mapping[str, Any]) -
 
 def step_times(parts: Parts) -> Any:
     """The hardware's, where the scheduler asks for them: for the run's own traces, as ``stages=simulate`` has them."""
-    if "hardware" not in inspect.signature(get_class(parts.config.scheduler._target_)).parameters:
+    if not asks_for_step_times(parts.config):
         return None
     _, drafter, _ = acceptance_of(parts)
     return deployed(

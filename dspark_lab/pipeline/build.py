@@ -56,11 +56,16 @@ def build_scheduler(
     Raises:
         ValueError: they are of other confidences than it asks for.
     """
-    asks = "hardware" in inspect.signature(get_class(config.scheduler._target_)).parameters
+    asks = asks_for_step_times(config)
     made: VerifyScheduler = build(config, "scheduler", hardware=hardware) if asks else build(config, "scheduler")
     if calibration is None or made.confidence in (None, "acceptance"):
         return made
     return Calibrated(made, read_temperatures(calibration, made.confidence))
+
+
+def asks_for_step_times(config: DictConfig) -> bool:
+    """Whether the scheduler decides by the hardware's step times."""
+    return "hardware" in inspect.signature(get_class(config.scheduler._target_)).parameters
 
 
 def confidence_source(config: DictConfig) -> ConfidenceSource:

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dspark_lab.configs import changed
+from dspark_lab.configs import config_folder
 from dspark_lab.hardware.deployment import Deployment, Hardware, deploy
 from dspark_lab.hardware.protocol import HardwareProfile
 from dspark_lab.hardware.served import ServedDrafter, ServedTarget
@@ -104,8 +104,12 @@ def schemes_of(parts: Parts, recipe: Simulation, table: AcceptanceTable) -> list
 def scheduler_name(parts: Parts) -> str:
     """The chosen scheduler with what differs from its config group: "hardware_aware, mode=early_stop"."""
     chosen = parts.info.choices["scheduler"]
-    config: Any = OmegaConf.to_container(parts.config.scheduler, resolve=True)
-    return ", ".join([chosen, *(f"{key}={value}" for key, value in changed("scheduler", chosen, config).items())])
+    file = config_folder() / "scheduler" / f"{chosen}.yaml"
+    if not file.is_file():  # of the user's own
+        return chosen
+    shipped = OmegaConf.load(file)
+    changed = [f"{key}={value}" for key, value in parts.config.scheduler.items() if value != shipped.get(key)]
+    return ", ".join([chosen, *changed])
 
 
 def lengths_of(recipe: Simulation, table: AcceptanceTable, drafter: ServedDrafter) -> dict[int, Scheme]:
