@@ -2,6 +2,7 @@
 
 import random
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dspark_lab.progress import console
 from dspark_lab.records import Batch
+from dspark_lab.report.metrics_log import read_metrics
 
 
 class KeyedRandomness(Callback):
@@ -50,6 +52,30 @@ class OptimizerKeys(Callback):
             state["state"] = {number[old]: value for old, value in state["state"].items()}
             for group in state["param_groups"]:
                 group["params"] = [number[old] for old in group["params"]]
+
+
+class LoggedStep(Callback):
+    """Carries a step's metrics in its checkpoint: Lightning logs them only after, and a kill in between would lose them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.carried: dict[str, Any] = {}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_step % trainer.log_every_n_steps == 0:  # pyright: ignore[reportAttributeAccessIssue]
+            found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            metrics = {name: value for name, value in found.items() if not name.startswith("val/")}  # of an earlier step
+            checkpoint["logged_step"] = {"step": trainer.global_step - 1, "metrics": metrics}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.carried = checkpoint.get("logged_step", {})
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        logged = {line.get("step") for line in read_metrics(self.run_dir) if "train/loss" in line}
+        if self.carried and self.carried["step"] not in logged:
+            for logger in trainer.loggers:
+                logger.log_metrics(self.carried["metrics"], step=self.carried["step"])
+        self.carried = {}
 
 
 class Surroundings(Callback):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dspark_lab.target.precision import has_bfloat16, resolve_device
 from dspark_lab.training.checkpoints import LAST, CheckpointFiles, SaveOnSignal, model_checkpoints
-from dspark_lab.training.exactness import KeyedRandomness, OptimizerKeys, Surroundings
+from dspark_lab.training.exactness import KeyedRandomness, LoggedStep, OptimizerKeys, Surroundings
 from dspark_lab.training.place import cluster_environment, num_devices
 from dspark_lab.validation import checked
 
@@ -60,6 +60,7 @@ def build_trainer(
             KeyedRandomness(seed),
             Surroundings(),
             OptimizerKeys(),
+            LoggedStep(run_dir),
             *callbacks,
             SaveOnSignal(checkpoints / LAST),  # after all that count a step; Lightning puts checkpoints last
             *model_checkpoints(checkpoints, monitor, every_steps=checkpoint_every_steps),

@@ -5,10 +5,12 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tiny_training import in_process, train
+from tiny_training import fit, in_process, train
+from tiny_world import build
 
 from dspark_lab.report.metrics_log import curve, read_metrics
 from dspark_lab.signals import REQUEUE
@@ -71,6 +73,28 @@ def test_kills_at_random_moments_change_no_bit(tmp_path: Path, name: str, num_ki
         kills += 1
     assert process.exitcode == 0 and kills == num_kills
     assert_same_run(killed, uninterrupted)
+
+
+def die_after_a_checkpoint(run_dir: Path, *, steps: int, **settings: Any) -> None:
+    """Train, killed when the checkpoint of ``steps`` is written and that step is not logged yet."""
+    drafter = build(settings["name"])
+
+    def on_train_batch_end(*_: Any) -> None:  # Lightning calls it after the callbacks, before the loggers
+        if drafter.global_step == steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    drafter.on_train_batch_end = on_train_batch_end
+    fit(run_dir, drafter=drafter, **settings)
+
+
+def test_a_kill_between_checkpoint_and_logger_loses_no_point(tmp_path: Path) -> None:
+    settings = {"name": "dflash", "max_steps": 9, "checkpoint_every_steps": 2, "log_every_steps": 2}
+    process = in_process(die_after_a_checkpoint, tmp_path / "killed", steps=4, **settings)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert checkpoint_step(tmp_path / "killed" / "checkpoints" / "last.ckpt") == 4 and step_of(tmp_path / "killed") == 1
+    uninterrupted = run_whole(tmp_path / "whole", **settings)
+    assert_same_run(run_whole(tmp_path / "killed", **settings), uninterrupted)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
