@@ -184,7 +184,7 @@ ConfidenceSource = Literal["head", "probability"]
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A drafter's offer of K tokens after an anchor.
+    """A drafter's offer of K tokens after an anchor; ``propose`` gives that of R sequences, with R before every shape here.
 
     ``probabilities`` [K, V] is the distribution each token was drawn from, over *target* ids (tokens outside the draft
     vocabulary have 0); None when the tokens are arg-maxima (a one-hot distribution). ``confidence`` [K]: probability that
@@ -197,6 +197,11 @@ class Proposal:
     probabilities: Tensor | None = None
     confidence: Tensor | None = None
     top_probability: Tensor | None = None
+
+    def __getitem__(self, rows: int | Tensor) -> "Proposal":
+        """That of one sequence, or of some."""
+        told = (self.token_ids, self.probabilities, self.confidence, self.top_probability)
+        return Proposal(*(None if each is None else each[rows] for each in told))  # pyright: ignore[reportArgumentType]
 
     def confidence_by(self, source: ConfidenceSource | None) -> Tensor | None:
         return {"head": self.confidence, "probability": self.top_probability, None: None}[source]

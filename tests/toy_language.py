@@ -7,7 +7,7 @@ and token, so that a drafter can check that it was given the states of the right
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -155,13 +155,19 @@ class TableDrafter:
         return self.table[before, last]
 
     def propose(
+        self, contexts: Sequence[DraftContext], *, forced_token_ids: Tensor | None = None, **options
+    ) -> Proposal:
+        forced = [None] * len(contexts) if forced_token_ids is None else forced_token_ids
+        return together([self.one(*each, **options) for each in zip(contexts, forced, strict=True)])
+
+    def one(
         self,
         context: DraftContext,
+        forced_token_ids: Tensor | None,
         *,
         num_draft_tokens: int,
         sampling: Sampling,
         generator: torch.Generator | None = None,
-        forced_token_ids: Tensor | None = None,
     ) -> Proposal:
         self.consume(context)
         if forced_token_ids is not None:
@@ -190,6 +196,15 @@ class TableDrafter:
         context.token_ids, context.hidden_states = context.token_ids[:0], context.hidden_states[:0]
 
 
+def together(proposals: Sequence[Proposal]) -> Proposal:
+    """Proposals of equal width [K] as one [R, K]."""
+    told = zip(
+        *((each.token_ids, each.probabilities, each.confidence, each.top_probability) for each in proposals),
+        strict=True,
+    )
+    return Proposal(*(None if values[0] is None else torch.stack(values) for values in told))
+
+
 class SlotDrafter(TableDrafter):
     """q depends on the anchor's two tokens and the slot's number, not on the drafts before it."""
 
@@ -200,8 +215,8 @@ class SlotDrafter(TableDrafter):
 class ArgmaxDrafter(TableDrafter):
     """Never offers probabilities."""
 
-    def propose(self, context, *, num_draft_tokens, sampling, generator=None, forced_token_ids=None) -> Proposal:
-        return super().propose(context, num_draft_tokens=num_draft_tokens, sampling=Sampling())
+    def propose(self, contexts, *, num_draft_tokens, sampling, generator=None, forced_token_ids=None) -> Proposal:
+        return super().propose(contexts, num_draft_tokens=num_draft_tokens, sampling=Sampling())
 
 
 def toy_drafters(table: Tensor) -> dict[str, TableDrafter]:

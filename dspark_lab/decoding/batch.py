@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from dspark_lab.decoding.loop import GREEDY, Decoded, Proposer, cut
 from dspark_lab.decoding.sampling import draw, probabilities
 from dspark_lab.decoding.verification import Drafts, Verification, verify_drafts
-from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.context import DraftContext, anchors_of
 from dspark_lab.records import Proposal, Sampling, VerifyStep
 from dspark_lab.scheduler.protocol import Load, VerifyScheduler
 from dspark_lab.target.protocol import VerifyOutput
@@ -73,19 +73,17 @@ def decode_batch(
     requests = _prefill(verifier, prompts, sampling, generator)
     running = _leave(requests, verifier, sampling, eos_token_ids)
     while running:
-        proposals = [
-            Proposal(request.context.token_ids.new_empty(0))
-            if drafter is None
-            else drafter.propose(
-                request.context,
+        contexts = [request.context for request in running]
+        anchors = anchors_of(contexts)[:, None]
+        proposal = Proposal(anchors[:, :0])
+        if drafter is not None:
+            proposal = drafter.propose(
+                contexts,
                 num_draft_tokens=num_draft_tokens,
                 sampling=GREEDY if draft_greedily else sampling,
                 generator=generator,
             )
-            for request in running
-        ]
-        drafts = _drafts(proposals, _draft_lengths(scheduler, running, proposals))
-        anchors = drafts.token_ids.new_tensor([[request.context.anchor_token_id] for request in running])
+        drafts = _drafts(proposal, _draft_lengths(scheduler, running, proposal))
         fed = torch.cat([anchors, drafts.token_ids], dim=1)
         assert drafts.lengths is not None
         output = verifier.forward(fed, drafts.lengths + 1)
@@ -93,18 +91,16 @@ def decode_batch(
             output.logits, drafts, sampling=sampling, verification=verification, generator=generator
         )
         verifier.keep(verdicts.num_accepted + 1)
-        rows = zip(
-            running, proposals, drafts.lengths.tolist(), verdicts.num_accepted.tolist(), verdicts.bonus_token_ids.tolist(),
-            strict=True,
-        )  # fmt: skip
-        for row, (request, proposal, length, accepted, bonus) in enumerate(rows):
+        told = (drafts.lengths, verdicts.num_accepted, verdicts.bonus_token_ids)
+        rows = zip(running, *(each.tolist() for each in told), strict=True)
+        for row, (request, length, accepted, bonus) in enumerate(rows):
             known = slice(0, accepted + 1)
             emitted = cut(
                 [*fed[row, 1 : accepted + 1].tolist(), bonus],
                 max_tokens=sampling.max_new_tokens - len(request.token_ids),
                 eos_token_ids=eos_token_ids,
             )
-            request.emit(emitted, proposal, num_verified=length)
+            request.emit(emitted, proposal[row], num_verified=length)
             request.context.advance(fed[row, known], output.hidden_states[row, known], bonus)
         running = _leave(running, verifier, sampling, eos_token_ids)
     return tuple(Decoded(tuple(request.token_ids), tuple(request.steps)) for request in requests)
@@ -138,24 +134,20 @@ def _leave(
     return [request for request, stays in zip(requests, stay, strict=True) if stays]
 
 
-def _draft_lengths(scheduler: VerifyScheduler, running: Sequence[_Request], proposals: Sequence[Proposal]) -> list[int]:
+def _draft_lengths(scheduler: VerifyScheduler, running: Sequence[_Request], proposal: Proposal) -> list[int]:
     load = Load(
         len(running),
         num_context_tokens=sum(request.context.position for request in running),
         request_ids=np.array([request.name for request in running]),
     )
-    widths = {proposal.token_ids.numel() for proposal in proposals}
-    assert len(widths) == 1, "drafts of unlike widths"
     assert scheduler.confidence != "acceptance"
-    told = [proposal.confidence_by(scheduler.confidence) for proposal in proposals]
-    known = [confidence for confidence in told if confidence is not None]
-    confidence = torch.stack(known).double().cpu().numpy() if known else None
-    return scheduler.draft_lengths(confidence, load, num_draft_tokens=widths.pop()).tolist()
+    told = proposal.confidence_by(scheduler.confidence)
+    confidence = None if told is None else told.double().cpu().numpy()
+    return scheduler.draft_lengths(confidence, load, num_draft_tokens=proposal.token_ids.shape[1]).tolist()
 
 
-def _drafts(proposals: Sequence[Proposal], lengths: Sequence[int]) -> Drafts:
-    """One batch, as wide as its longest."""
+def _drafts(proposal: Proposal, lengths: Sequence[int]) -> Drafts:
+    """As wide as the longest."""
     widest = max(lengths)
-    token_ids = torch.stack([proposal.token_ids[:widest] for proposal in proposals])
-    distributions = [proposal.probabilities[:widest] for proposal in proposals if proposal.probabilities is not None]
-    return Drafts(token_ids, torch.stack(distributions) if distributions else None, token_ids.new_tensor(lengths))
+    distributions = None if proposal.probabilities is None else proposal.probabilities[:, :widest]
+    return Drafts(proposal.token_ids[:, :widest], distributions, proposal.token_ids.new_tensor(lengths))

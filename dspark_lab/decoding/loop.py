@@ -22,11 +22,14 @@ GREEDY = Sampling()
 
 
 class Proposer(Protocol):
-    """What decoding needs of a drafter. ``forced_token_ids`` [K]: follow these tokens instead of drawing from q."""
+    """What decoding needs of a drafter: drafts for R sequences at once, [R, K] (``Proposal``).
+
+    ``forced_token_ids`` [R, K]: follow these tokens instead of drawing from q.
+    """
 
     def propose(
         self,
-        context: DraftContext,
+        contexts: Sequence[DraftContext],
         *,
         num_draft_tokens: int,
         sampling: Sampling,
@@ -69,11 +72,11 @@ def speculative_decode(
     while not _finished(token_ids, sampling, eos_token_ids):
         position = context.position
         proposal = drafter.propose(
-            context,
+            [context],
             num_draft_tokens=num_draft_tokens,
             sampling=GREEDY if draft_greedily else sampling,
             generator=generator,
-        )
+        )[0]
         fed = torch.cat([prompt_ids.new_tensor([context.anchor_token_id]), proposal.token_ids])
         output = verifier.forward(fed)
         verdict = verify(output.logits, proposal, sampling=sampling, verification=verification, generator=generator)

@@ -6,7 +6,7 @@ For EAGLE-3 a group is one slot, and its own keys are those of its earlier train
 raises ``lower``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,12 +68,22 @@ def attend(
         return total.expand(0, query.shape[1], context[1].shape[-1])
     if query.is_cuda:
         return _attend_flex(query, context, own, visibility)
-    step = max(CHUNK // visibility.group_size, 1) * visibility.group_size
-    chunks = [
-        _attend_chunk(query, context, own, visibility, slice(start, start + step))
-        for start in range(0, query.shape[0], step)
-    ]
-    return torch.cat(chunks)
+    return torch.cat([_attend_chunk(query, context, own, visibility, rows) for rows in _chunks(visibility)])
+
+
+def _chunks(visibility: Visibility) -> Iterator[slice]:
+    """Whole groups, at most ``CHUNK`` queries, that end where a long context ends: no query pays for another's document."""
+    size = visibility.group_size
+    lower = visibility.lower.view(-1, size).amin(1).tolist()
+    upper = visibility.upper.view(-1, size).amax(1).tolist()
+    start, most = 0, max(CHUNK // size, 1)
+    for group in range(1, len(lower)):
+        context = max(upper[start:group]) - min(lower[start:group])
+        left_behind = lower[group] >= upper[group - 1] and context >= CHUNK
+        if group - start == most or left_behind:
+            yield slice(start * size, group * size)
+            start = group
+    yield slice(start * size, len(lower) * size)
 
 
 def _attend_chunk(

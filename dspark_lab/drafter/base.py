@@ -6,7 +6,7 @@ if it has any, and ``propose`` (inference). ``loss`` and ``propose`` share ``hea
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -214,7 +214,7 @@ class Drafter(L.LightningModule):
     @abstractmethod
     def propose(
         self,
-        context: DraftContext,
+        contexts: Sequence[DraftContext],
         *,
         num_draft_tokens: int,
         sampling: Sampling,
@@ -332,7 +332,7 @@ class Drafter(L.LightningModule):
 
     def walk_slots(
         self,
-        anchor_token_id: int,
+        anchor_token_ids: Tensor,
         next_logits: Callable[[int, Tensor], Tensor],
         *,
         num_draft_tokens: int,
@@ -340,20 +340,22 @@ class Drafter(L.LightningModule):
         generator: torch.Generator | None,
         forced_token_ids: Tensor | None,
     ) -> Proposal:
-        """Draft left to right: ``next_logits(k, previous token)`` -> [V_d]."""
-        previous = torch.tensor(anchor_token_id, device=self.device)
+        """Draft left to right after anchors [R]: ``next_logits(k, previous tokens [R])`` -> [R, V_d]."""
+        previous = anchor_token_ids
         slots: list[Proposal] = []
         for k in range(num_draft_tokens):
-            forced = None if forced_token_ids is None else forced_token_ids[k]
+            forced = None if forced_token_ids is None else forced_token_ids[:, k]
             slots.append(self.choose(next_logits(k, previous), sampling, generator, forced))
             previous = slots[-1].token_ids
         if not slots:
-            return Proposal(previous.new_empty(0))
+            return Proposal(previous.new_empty(len(previous), 0))
         distributions = [slot.probabilities for slot in slots if slot.probabilities is not None]
         return Proposal(
-            torch.stack([slot.token_ids for slot in slots]),
-            torch.stack(distributions) if distributions else None,
-            top_probability=torch.stack([slot.top_probability for slot in slots if slot.top_probability is not None]),
+            torch.stack([slot.token_ids for slot in slots], dim=1),
+            torch.stack(distributions, dim=1) if distributions else None,
+            top_probability=torch.stack(
+                [slot.top_probability for slot in slots if slot.top_probability is not None], 1
+            ),
         )
 
     def check_num_draft_tokens(self, num_draft_tokens: int) -> None:

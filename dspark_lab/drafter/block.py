@@ -12,7 +12,7 @@ from dspark_lab.drafter.anchors import Blocks, block_candidates, gather_blocks, 
 from dspark_lab.drafter.attention import Visibility
 from dspark_lab.drafter.attention_kinds import AnyAttention, LatentAttention
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
-from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.context import DraftContext, anchors_of, extend_caches, new_states
 from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rotary, SlidingWindow, layer_config, visible_by_layer
 from dspark_lab.drafter.mla import latent_layer
 from dspark_lab.records import Batch
@@ -123,25 +123,21 @@ class BlockDrafter(Drafter):
         # Contiguous: a strided input makes F.linear a batch of small products, at a third of the speed.
         return hidden if self.sample_from_anchor else hidden[:, 1:].contiguous()
 
-    def draft_block(self, context: DraftContext) -> Tensor:
-        """Hidden states [S, H] of the block at the context's anchor; its new states go into the cache, the block does not.
+    def draft_blocks(self, contexts: Sequence[DraftContext]) -> Tensor:
+        """Hidden states [R, S, H] of the blocks at R anchors; new states go into the caches, the blocks do not.
 
         The whole trained block is always computed, also when fewer tokens are wanted: with fewer mask tokens it would see
         something it was never trained on. A window ends at each query, as in the engine.
         """
-        start = context.position - context.token_ids.numel()
-        new = self.context(context.hidden_states, torch.arange(start, context.position, device=self.device))
-        context.cache = (
-            new if context.cache is None else [_append(*pair) for pair in zip(context.cache, new, strict=True)]
-        )
-        context.consumed()
-        ids = torch.full((1, self.block_size), self.target.mask_token_id, device=self.device)
-        ids[0, 0] = context.anchor_token_id
-        positions = context.position + torch.arange(self.block_size, device=self.device)
-        lower = torch.zeros(self.block_size, dtype=torch.int64, device=self.device)
-        full = Visibility(lower, torch.full_like(lower, context.position), self.block_size)
-        return self.backbone(ids, positions[None], context.cache, self.visible(full, serving=True))[0]
-
-
-def _append(past: KeyValue, new: KeyValue) -> KeyValue:
-    return torch.cat([past[0], new[0]]), torch.cat([past[1], new[1]])
+        hidden_states, positions = new_states(contexts)
+        layers = self.context(hidden_states, positions)
+        keys_values = [extend_caches(contexts, layer, new) for layer, new in enumerate(layers)]
+        for context in contexts:
+            context.consumed()
+        ids = torch.full((len(contexts), self.block_size), self.target.mask_token_id, device=self.device)
+        ids[:, 0] = anchors_of(contexts)
+        known = torch.tensor([context.position for context in contexts], device=self.device)
+        upper = known.cumsum(0).repeat_interleave(self.block_size)
+        full = Visibility(upper - known.repeat_interleave(self.block_size), upper, self.block_size)
+        positions = known[:, None] + torch.arange(self.block_size, device=self.device)
+        return self.backbone(ids, positions, keys_values, self.visible(full, serving=True))

@@ -1,10 +1,13 @@
-"""What a drafter may know of one sequence when it drafts."""
+"""What a drafter may know of a sequence when it drafts, and how the sequences of a batch lie side by side."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dspark_lab.drafter.layers import KeyValue
 
 
 @dataclass(slots=True)
@@ -37,3 +40,30 @@ class DraftContext:
     def consumed(self) -> None:
         """The drafter has taken the new states into its cache."""
         self.token_ids, self.hidden_states = self.token_ids[:0], self.hidden_states[:0]
+
+
+def anchors_of(contexts: Sequence[DraftContext]) -> Tensor:
+    """int64 [R]."""
+    return contexts[0].token_ids.new_tensor([context.anchor_token_id for context in contexts])
+
+
+def new_states(contexts: Sequence[DraftContext]) -> tuple[Tensor, Tensor]:
+    """The states that arrived, of all sequences one after the other [N, L, H], and their positions [N]."""
+    ranges = [
+        torch.arange(context.position - context.token_ids.numel(), context.position, device=context.token_ids.device)
+        for context in contexts
+    ]
+    return torch.cat([context.hidden_states for context in contexts]), torch.cat(ranges)
+
+
+def extend_caches(contexts: Sequence[DraftContext], layer: int, new: KeyValue) -> KeyValue:
+    """Put a layer's keys and values [N, ...] of ``new_states`` into the caches; all of them, sequence by sequence."""
+    counts = [context.token_ids.numel() for context in contexts]
+    for context, *pair in zip(contexts, *(tensor.split(counts) for tensor in new), strict=True):
+        context.cache = context.cache or []
+        if layer == len(context.cache):
+            context.cache.append(tuple(pair))
+        else:
+            context.cache[layer] = tuple(map(torch.cat, zip(context.cache[layer], pair, strict=True)))
+    keys, values = zip(*(context.cache[layer] for context in contexts), strict=True)
+    return (keys[0], values[0]) if len(contexts) == 1 else (torch.cat(keys), torch.cat(values))

@@ -4,6 +4,8 @@
 The paper's layout is 1 + N: slot k predicts the token k places after the anchor.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from dspark_lab.drafter.attention_kinds import AnyAttention
@@ -53,7 +55,7 @@ class DFlash(BlockDrafter):
     @torch.inference_mode()
     def propose(
         self,
-        context: DraftContext,
+        contexts: Sequence[DraftContext],
         *,
         num_draft_tokens: int,
         sampling: Sampling,
@@ -61,6 +63,6 @@ class DFlash(BlockDrafter):
         forced_token_ids: torch.Tensor | None = None,
     ) -> Proposal:
         self.check_num_draft_tokens(num_draft_tokens)
-        hidden = self.draft_block(context)
+        hidden = self.draft_blocks(contexts)
         logits = self.head(hidden, hidden.new_empty(0, dtype=torch.int64))
-        return self.choose(logits[:num_draft_tokens], sampling, generator, forced_token_ids)
+        return self.choose(logits[:, :num_draft_tokens], sampling, generator, forced_token_ids)

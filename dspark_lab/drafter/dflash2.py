@@ -17,6 +17,7 @@ like everything that names tokens in a checkpoint; vLLM serves the full vocabula
 selector's term by ``selector_weight``.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -29,7 +30,7 @@ from dspark_lab.drafter.attention import Visibility
 from dspark_lab.drafter.attention_kinds import AnyAttention
 from dspark_lab.drafter.base import Borrowed, DraftOutput, Recipe
 from dspark_lab.drafter.block import BlockDrafter
-from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.context import DraftContext, anchors_of
 from dspark_lab.drafter.divergences import Divergences
 from dspark_lab.drafter.format import CheckpointFormat
 from dspark_lab.drafter.layers import BlockLayer, KeyValue, Rope, SlidingWindow, initialise
@@ -142,7 +143,7 @@ class DFlash2(BlockDrafter):
     @torch.inference_mode()
     def propose(
         self,
-        context: DraftContext,
+        contexts: Sequence[DraftContext],
         *,
         num_draft_tokens: int,
         sampling: Sampling,
@@ -150,12 +151,12 @@ class DFlash2(BlockDrafter):
         forced_token_ids: Tensor | None = None,
     ) -> Proposal:
         self.check_num_draft_tokens(num_draft_tokens)
-        hidden = self.draft_block(context)
+        hidden = self.draft_blocks(contexts)
         # One matrix product for the block; the walk scores each slot behind the token that was drawn, as head() does.
         block_logits = super().head(hidden, hidden.new_empty(0, dtype=torch.int64))
         return self.walk_slots(
-            context.anchor_token_id,
-            lambda k, previous: self.rescored(block_logits[k], hidden[k], previous),
+            anchors_of(contexts),
+            lambda k, previous: self.rescored(block_logits[:, k], hidden[:, k], previous),
             num_draft_tokens=num_draft_tokens,
             sampling=sampling,
             generator=generator,

@@ -4,6 +4,7 @@ Cheng et al. 2026, "Confidence-Scheduled Speculative Decoding with Semi-Autoregr
 sections 3.1-3.3. The paper's layout is anchor-first: slot k predicts the token k + 1 places after the anchor.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from dspark_lab.drafter.attention_kinds import AnyAttention
 from dspark_lab.drafter.base import Borrowed, DraftOutput, Recipe
 from dspark_lab.drafter.block import BlockDrafter
-from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.context import DraftContext, anchors_of
 from dspark_lab.drafter.divergences import Divergences
 from dspark_lab.drafter.format import CheckpointFormat
 from dspark_lab.drafter.heads import ConfidenceHead, MarkovHead, MarkovKind
@@ -116,7 +117,7 @@ class DSpark(BlockDrafter):
     @torch.inference_mode()
     def propose(
         self,
-        context: DraftContext,
+        contexts: Sequence[DraftContext],
         *,
         num_draft_tokens: int,
         sampling: Sampling,
@@ -124,7 +125,7 @@ class DSpark(BlockDrafter):
         forced_token_ids: Tensor | None = None,
     ) -> Proposal:
         self.check_num_draft_tokens(num_draft_tokens)
-        hidden = self.draft_block(context)
+        hidden = self.draft_blocks(contexts)
         # One matrix product for the block; the walk adds each slot's Markov bias, as head() does.
         block_logits = super().head(hidden, hidden.new_empty(0, dtype=torch.int64))
         state: Tensor | None = None
@@ -132,12 +133,12 @@ class DSpark(BlockDrafter):
         def next_logits(k: int, previous: Tensor) -> Tensor:
             nonlocal state
             if self.markov_head is None:
-                return block_logits[k]
-            bias, state = self.markov_head.step(previous, hidden[k], state)
-            return block_logits[k] + bias
+                return block_logits[:, k]
+            bias, state = self.markov_head.step(previous, hidden[:, k], state)
+            return block_logits[:, k] + bias
 
         proposal = self.walk_slots(
-            context.anchor_token_id,
+            anchors_of(contexts),
             next_logits,
             num_draft_tokens=num_draft_tokens,
             sampling=sampling,
@@ -146,7 +147,6 @@ class DSpark(BlockDrafter):
         )
         if self.confidence_head is None:
             return proposal
-        anchor = proposal.token_ids.new_tensor([context.anchor_token_id])
-        before = torch.cat([anchor, proposal.token_ids])[:num_draft_tokens]
-        confidence = self.confidence_logits(hidden[:num_draft_tokens], before).sigmoid()
+        before = torch.cat([anchors_of(contexts)[:, None], proposal.token_ids], dim=1)[:, :num_draft_tokens]
+        confidence = self.confidence_logits(hidden[:, :num_draft_tokens], before).sigmoid()
         return replace(proposal, confidence=confidence)

@@ -5,7 +5,8 @@ Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Mo
 its own hidden state, beside the true token i + 1 + t.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from dspark_lab.drafter.attention import Visibility
 from dspark_lab.drafter.attention_kinds import AnyAttention
 from dspark_lab.drafter.base import Borrowed, Drafter, DraftOutput, Recipe
-from dspark_lab.drafter.context import DraftContext
+from dspark_lab.drafter.context import DraftContext, anchors_of, extend_caches, new_states
 from dspark_lab.drafter.format import CheckpointFormat
 from dspark_lab.drafter.layers import (
     ChainLayer,
@@ -170,7 +171,7 @@ class Eagle3(Drafter):
         rope: Rope,
         visibility: Visibility,
         slots: Tensor,
-        past: list[KeyValue] | None = None,
+        remember: Callable[[int, KeyValue], KeyValue] = lambda layer, new: new,
     ) -> tuple[Tensor, list[KeyValue]]:
         """States [N, H] and next tokens [N] -> outputs at ``slots`` [A, H], and each layer's keys and values.
 
@@ -180,9 +181,7 @@ class Eagle3(Drafter):
         contexts = []
         for depth, (layer, visible) in enumerate(zip(self.layers, self.visible(visibility, step=0), strict=True)):
             inputs, residual = layer.inputs(embeddings, hidden)
-            context = layer.self_attn.keys_values(inputs, rope)
-            if past is not None:
-                context = torch.cat([past[depth][0], context[0]]), torch.cat([past[depth][1], context[1]])
+            context = remember(depth, layer.self_attn.keys_values(inputs, rope))
             contexts.append(context)
             if depth == len(self.layers) - 1:
                 inputs, residual, rope = inputs[slots], residual[slots], (rope[0][slots], rope[1][slots])
@@ -210,7 +209,7 @@ class Eagle3(Drafter):
     @torch.inference_mode()
     def propose(
         self,
-        context: DraftContext,
+        contexts: Sequence[DraftContext],
         *,
         num_draft_tokens: int,
         sampling: Sampling,
@@ -218,9 +217,9 @@ class Eagle3(Drafter):
         forced_token_ids: Tensor | None = None,
     ) -> Proposal:
         self.check_num_draft_tokens(num_draft_tokens)
-        chain = _Chain(self, context)
+        chain = _Chain(self, contexts)
         return self.walk_slots(
-            context.anchor_token_id,
+            anchors_of(contexts),
             lambda k, previous: self.head(chain.step(k, previous), previous),
             num_draft_tokens=num_draft_tokens,
             sampling=sampling,
@@ -230,30 +229,39 @@ class Eagle3(Drafter):
 
 
 class _Chain:
-    """The steps of one proposal: step 0 takes in the new states, each later one the token just drafted."""
+    """The steps of R proposals: step 0 takes in the new states, each later one the tokens just drafted."""
 
-    def __init__(self, drafter: Eagle3, context: DraftContext) -> None:
-        self.drafter, self.position = drafter, context.position
-        new = torch.arange(context.position - context.token_ids.numel(), context.position, device=drafter.device)
-        next_ids = torch.cat([context.token_ids[1:], context.token_ids.new_tensor([context.anchor_token_id])])
-        hidden = drafter.fuse(context.hidden_states)
-        causal = Visibility(torch.zeros_like(new), new + 1, 1)
-        last = torch.tensor([new.numel() - 1], device=drafter.device)
-        self.hidden, context.cache = drafter.first_step(
-            hidden, next_ids, drafter.rotary(new), causal, last, context.cache
+    def __init__(self, drafter: Eagle3, contexts: Sequence[DraftContext]) -> None:
+        self.drafter, device = drafter, drafter.device
+        hidden_states, positions = new_states(contexts)
+        anchors = zip(contexts, anchors_of(contexts).split(1), strict=True)
+        next_ids = torch.cat([torch.cat([context.token_ids[1:], anchor]) for context, anchor in anchors])
+        counts = torch.tensor([context.token_ids.numel() for context in contexts], device=device)
+        known = torch.tensor([context.position for context in contexts], device=device)
+        first = (known.cumsum(0) - known).repeat_interleave(counts)  # of a sequence among the keys of all
+        causal = Visibility(first, first + positions + 1, 1)
+        last = counts.cumsum(0) - 1
+        self.positions = positions[last]
+        self.hidden, self.contexts = drafter.first_step(
+            drafter.fuse(hidden_states),
+            next_ids,
+            drafter.rotary(positions),
+            causal,
+            last,
+            remember=partial(extend_caches, contexts),
         )
-        context.consumed()
-        self.contexts = context.cache
+        for context in contexts:
+            context.consumed()
         self.own: list[list[KeyValue]] = [[] for _ in drafter.layers]
         self.causal = causal[last]
 
     def step(self, k: int, previous: Tensor) -> Tensor:
-        """Normed hidden state [H] that predicts draft token k; ``previous`` is the token before it.
+        """Normed hidden states [R, H] that predict draft token k; ``previous`` [R] are the tokens before it.
 
         A window moves with the query, as in the engine.
         """
         if k > 0:
-            rope = self.drafter.rotary(torch.tensor([self.position - 1 + k], device=self.drafter.device))
+            rope = self.drafter.rotary(self.positions + k)
             visible = self.drafter.visible(self.causal, step=k)
-            self.hidden = self.drafter.next_step(self.hidden, previous[None], rope, self.contexts, self.own, visible)
-        return self.hidden[0] if self.drafter.norm_output else self.drafter.norm(self.hidden[0])
+            self.hidden = self.drafter.next_step(self.hidden, previous, rope, self.contexts, self.own, visible)
+        return self.hidden if self.drafter.norm_output else self.drafter.norm(self.hidden)

@@ -54,7 +54,7 @@ class MarkovHead(nn.Module):
         return torch.stack(outputs, dim=-2)
 
     def step(self, previous_token_id: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One slot of a block: [] and [H] -> bias [V_d] and the recurrence's state, None before the first slot."""
+        """One slot of R blocks: [R] and [R, H] -> bias [R, V_d] and the recurrence's state, None before the first slot."""
         embedded = self.embed(previous_token_id)
         if self.kind != "rnn":
             return self.markov_w2(self._first_order(embedded, hidden)), None

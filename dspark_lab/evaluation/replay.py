@@ -80,12 +80,12 @@ def replay(
     while (remaining := len(answer.token_ids) - 1 - context.position) > 0:
         position = context.position
         proposal = drafter.propose(
-            context,
+            [context],
             num_draft_tokens=num_draft_tokens,
             sampling=GREEDY if draft_greedily else sampling,
             generator=generator,
-            forced_token_ids=None if draft_greedily else answer.following(position, num_draft_tokens),
-        )
+            forced_token_ids=None if draft_greedily else answer.following(position, num_draft_tokens)[None],
+        )[0]
         if draft_greedily:
             kept = _matches(proposal, answer, position)
         else:

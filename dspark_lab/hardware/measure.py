@@ -89,24 +89,26 @@ def measure_steps(target: HuggingFaceTarget, grid: Grid, *, seed: int) -> Iterat
 
 
 @torch.inference_mode()
-def measure_draft(
+def measure_drafts(
     target: HuggingFaceTarget, drafter: Proposer, grid: Grid, *, num_draft_tokens: int, seed: int
-) -> TimedDraft:
-    """One request's proposal in the middle of decoding: after the prompt was taken up, two new tokens a round."""
+) -> Iterator[TimedDraft]:
+    """Proposals for several requests in the middle of decoding: after the prompt was taken up, two new tokens a round."""
     generator = torch.Generator().manual_seed(seed)
     context_tokens = min(grid.num_context_tokens)
     token_ids = torch.randint(target.spec.vocab_size, (context_tokens,), generator=generator).to(target.device)
-    states = target.verifier().forward(token_ids).hidden_states
-    context = DraftContext.start(token_ids, states, int(token_ids[-1]))
+    states, anchor = target.verifier().forward(token_ids).hidden_states, int(token_ids[-1])
+    for num_requests in grid.num_requests:
+        contexts = [DraftContext.start(token_ids, states, anchor) for _ in range(num_requests)]
 
-    def propose() -> None:
-        drafter.propose(context, num_draft_tokens=num_draft_tokens, sampling=GREEDY)
+        def propose(contexts: list[DraftContext] = contexts) -> None:
+            drafter.propose(contexts, num_draft_tokens=num_draft_tokens, sampling=GREEDY)
 
-    def advance() -> None:
-        context.advance(token_ids[-2:], states[-2:], int(token_ids[-1]))
+        def advance(contexts: list[DraftContext] = contexts) -> None:
+            for context in contexts:
+                context.advance(token_ids[-2:], states[-2:], anchor)
 
-    median, spread = _timed(propose, advance, device=target.device, warmups=grid.warmups + 1, repeats=grid.repeats)
-    return TimedDraft(num_requests=1, time_s=median, iqr_s=spread, repeats=grid.repeats)
+        median, spread = _timed(propose, advance, device=target.device, warmups=grid.warmups + 1, repeats=grid.repeats)
+        yield TimedDraft(num_requests=num_requests, time_s=median, iqr_s=spread, repeats=grid.repeats)
 
 
 def _timed(

@@ -10,7 +10,7 @@ import transformers
 from dspark_lab.cluster.vllm import RunningVllm
 from dspark_lab.evaluation.engine import DraftCounters
 from dspark_lab.hardware.engine import measure_engine_steps, separate_drafts
-from dspark_lab.hardware.measure import Grid, measure_draft, measure_steps
+from dspark_lab.hardware.measure import Grid, measure_drafts, measure_steps
 from dspark_lab.hardware.table import Measurement, TableProfile, TimedDraft, TimedStep
 from dspark_lab.pipeline.build import build
 from dspark_lab.pipeline.distributed import Outcome
@@ -141,5 +141,6 @@ def measured_draft(parts: Parts, grid: Grid) -> tuple[tuple[TimedDraft, ...], di
         return (), {}
     drafter, checkpoint = trained(parts)
     width = parts.evaluation.num_draft_tokens or drafter.num_draft_tokens
-    draft = measure_draft(parts.in_process, drafter, grid, num_draft_tokens=width, seed=int(parts.config.seed))
-    return (draft,), {"drafter": parts.info.choices["drafter"], "num_draft_tokens": width, "checkpoint": checkpoint}
+    timed = measure_drafts(parts.in_process, drafter, grid, num_draft_tokens=width, seed=int(parts.config.seed))
+    drafts = tuple(track(timed, "profile the drafter", total=len(grid.num_requests)))
+    return drafts, {"drafter": parts.info.choices["drafter"], "num_draft_tokens": width, "checkpoint": checkpoint}

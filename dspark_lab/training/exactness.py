@@ -64,7 +64,9 @@ class LoggedStep(Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.global_step % trainer.log_every_n_steps == 0:  # pyright: ignore[reportAttributeAccessIssue]
             found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            metrics = {name: value for name, value in found.items() if not name.startswith("val/")}  # of an earlier step
+            metrics = {
+                name: value for name, value in found.items() if not name.startswith("val/")
+            }  # of an earlier step
             checkpoint["logged_step"] = {"step": trainer.global_step - 1, "metrics": metrics}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -85,11 +85,12 @@ def measure(target, drafter, prompt: torch.Tensor, batches: list[int]) -> TableP
             context = num_requests * len(prompt)
             steps.append(TimedStep(num_requests=num_requests, num_tokens=num_requests * width,
                                    num_context_tokens=context, time_s=time_s))  # fmt: skip
-        context = DraftContext.start(prompt, states, 5)
+        contexts = [DraftContext.start(prompt, states, 5) for _ in range(num_requests)]
 
-        def propose(context=context, num_requests=num_requests) -> None:
-            for _ in range(num_requests):
-                drafter.propose(context, num_draft_tokens=drafter.num_draft_tokens, sampling=Sampling())
+        def propose(contexts=contexts) -> None:
+            drafter.propose(contexts, num_draft_tokens=drafter.num_draft_tokens, sampling=Sampling())
+            for context in contexts:
+                context.advance(prompt[-2:], states[-2:], 5)
 
         drafts.append(TimedDraft(num_requests=num_requests, time_s=median_s(propose, repeats=3)))
     measured = Measurement(name="here", target="here", num_gpus=1, steps=tuple(steps), drafts=tuple(drafts))

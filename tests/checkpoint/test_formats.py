@@ -9,7 +9,7 @@ import pytest
 import torch
 from layouts import CASES, NESTED, ZLAB, changed, emptied, made, written
 from safetensors.torch import save_file
-from tiny_world import SPEC, VOCABULARIES, build, context_of, document
+from tiny_world import SPEC, VOCABULARIES, build, context_of, document, propose
 from torch import Tensor
 
 from dspark_lab.checkpoint.description import Description, describe
@@ -48,7 +48,8 @@ def test_a_checkpoint_becomes_the_drafter_it_was_written_from(case: str, tmp_pat
         assert torch.equal(again.state_dict()[name], tensor), name
     sample, num = document("0000011111", seed=5), drafter.num_draft_tokens
     ours, theirs = (
-        one.propose(context_of(sample, anchor=7), num_draft_tokens=num, sampling=Sampling()) for one in (again, drafter)
+        propose(one, context_of(sample, anchor=7), num_draft_tokens=num, sampling=Sampling())
+        for one in (again, drafter)
     )
     assert torch.equal(ours.token_ids, theirs.token_ids)
 

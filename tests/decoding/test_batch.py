@@ -143,8 +143,8 @@ def test_a_drafter_without_a_head_is_scheduled_by_its_probabilities_if_that_is_c
     table = random_table(8, seed=3, eos_bias=-50.0)
 
     class Headless(TableDrafter):
-        def propose(self, context, **options):
-            return replace(super().propose(context, **options), confidence=None)
+        def propose(self, contexts, **options):
+            return replace(super().propose(contexts, **options), confidence=None)
 
     def lengths(drafter, confidence):
         found = decode_batch(

@@ -27,6 +27,13 @@ def chain_pattern(num_context: int, *, num_queries: int) -> Visibility:
     return Visibility(slots - slots % 50, slots + 1, 1)
 
 
+def long_documents() -> Visibility:
+    """Blocks of four documents, the second of them short: chunks end where a long one does."""
+    ends = torch.tensor([CHUNK, CHUNK + 40, 2 * CHUNK + 40, 3 * CHUNK + 40])
+    starts = torch.tensor([0, CHUNK, CHUNK + 40, 2 * CHUNK + 40])
+    return Visibility(starts.repeat_interleave(10), ends.repeat_interleave(10), 5)
+
+
 def window(visibility: Visibility, tokens: int, *, ahead: Tensor | int) -> Visibility:
     return visibility.within(tokens, ahead=ahead, causal=True)
 
@@ -45,6 +52,7 @@ PATTERNS: dict[str, tuple[Callable[[], Visibility], int, int]] = {  # visibility
         120,
         1,
     ),
+    "long documents": (lambda: long_documents(), 3 * CHUNK + 40, 1),
     "no context": (lambda: Visibility(torch.zeros(6).long(), torch.zeros(6).long(), 3), 0, 1),
 }
 

@@ -19,6 +19,7 @@ from tiny_world import (
     logits_of,
     loss_of,
     pack,
+    propose,
     recipe,
     target_head,
     tiny_batch,
@@ -145,7 +146,7 @@ def test_drafting_block_is_the_training_graphs(name: str):
             else:
                 new = slice(context.position, anchor)
                 context.advance(sample.token_ids[new], sample.hidden_states[new], int(sample.token_ids[anchor]))
-            assert_close(drafter.draft_block(context), hidden[anchors.index(anchor)])
+            assert_close(drafter.draft_blocks([context])[0], hidden[anchors.index(anchor)])
 
 
 @BLOCK_DRAFTERS
@@ -155,7 +156,7 @@ def test_a_block_may_start_a_document(name: str):
     assert isinstance(drafter, BlockDrafter)
     sample = document("111111", seed=7)
     with torch.no_grad():
-        assert_close(drafter.draft_block(context_of(sample, anchor=0)), drafter(pack([[sample]])).hidden[0])
+        assert_close(drafter.draft_blocks([context_of(sample, anchor=0)])[0], drafter(pack([[sample]])).hidden[0])
 
 
 def test_num_draft_tokens_follow_the_layout():
@@ -182,7 +183,8 @@ def test_dspark_walks_with_the_markov_bias_of_each_drafted_token(vocabulary: str
     drafter = build("dspark", vocabulary=vocabulary)
     assert isinstance(drafter, DSpark)
     sample, sampling = document("0" * 10, seed=8), Sampling(temperature=1.0)
-    proposal = drafter.propose(
+    proposal = propose(
+        drafter,
         context_of(sample, anchor=6),
         num_draft_tokens=4,
         sampling=sampling,
@@ -212,8 +214,8 @@ def test_dspark_confidence_of_the_walk_is_that_of_training():
         output = drafter(pack([[sample]]))
         expected = drafter.confidence_logits(output.hidden, output.previous_token_ids).sigmoid()[0]
     forced = sample.token_ids[4:8]
-    proposal = drafter.propose(
-        context_of(sample, anchor=3), num_draft_tokens=4, sampling=Sampling(), forced_token_ids=forced
+    proposal = propose(
+        drafter, context_of(sample, anchor=3), num_draft_tokens=4, sampling=Sampling(), forced_token_ids=forced
     )
     assert proposal.confidence is not None
     assert_close(proposal.confidence, expected)
@@ -224,8 +226,12 @@ def test_dflash_has_no_confidence_and_no_order_inside_the_block():
     drafter = build("dflash")
     sample, sampling = document("0" * 10, seed=10), Sampling(temperature=1.0)
     proposals = [
-        drafter.propose(
-            context_of(sample, anchor=5), num_draft_tokens=3, sampling=sampling, forced_token_ids=torch.tensor(forced)
+        propose(
+            drafter,
+            context_of(sample, anchor=5),
+            num_draft_tokens=3,
+            sampling=sampling,
+            forced_token_ids=torch.tensor(forced),
         )
         for forced in ([2, 3, 4], [9, 8, 7])
     ]
@@ -287,7 +293,8 @@ def test_markov_walk_is_teacher_forcing(markov: str | None):
     sample = document("00011111", seed=9)
     with torch.no_grad():
         expected = logits_of(drafter, drafter(pack([[sample]])))[0].softmax(-1)
-    proposal = drafter.propose(
+    proposal = propose(
+        drafter,
         context_of(sample, anchor=3),
         num_draft_tokens=4,
         sampling=Sampling(temperature=1.0),
@@ -305,7 +312,7 @@ def test_a_window_serves_from_the_query_whatever_it_was_trained_from(name: str):
     sample = document("0" * 11 + "1" * 6, seed=5)
     batch = pack([[sample]])
     with torch.no_grad():
-        served = trained_from_anchor.draft_block(context_of(sample, anchor=11))
+        served = trained_from_anchor.draft_blocks([context_of(sample, anchor=11)])[0]
         assert_close(served, trained_from_query(batch).hidden[0])
         assert not torch.allclose(served, trained_from_anchor(batch).hidden[0])
 

@@ -24,6 +24,7 @@ from tiny_world import (
     logits_of,
     loss_of,
     pack,
+    propose,
     rows_of,
     tiny_batch,
 )
@@ -115,7 +116,7 @@ def test_positions_survive_a_cast_to_bf16(name: str):
 def test_a_bf16_drafter_drafts(name: str):
     drafter = build(name).to(torch.bfloat16)
     sample = document("0" * 12, seed=0)
-    proposal = drafter.propose(context_of(sample, anchor=9), num_draft_tokens=3, sampling=SAMPLED, generator=seeded())
+    proposal = propose(drafter, context_of(sample, anchor=9), num_draft_tokens=3, sampling=SAMPLED, generator=seeded())
     assert proposal.probabilities is not None and proposal.probabilities.dtype == torch.float32
 
 
@@ -125,7 +126,7 @@ def test_more_draft_tokens_than_trained_for_are_refused(name: str, num_draft_tok
     drafter = build(name)
     context = context_of(document("0" * 8, seed=0), anchor=5)
     with pytest.raises(ValueError, match=rf"num_draft_tokens={num_draft_tokens}.*at most {drafter.num_draft_tokens}"):
-        drafter.propose(context, num_draft_tokens=num_draft_tokens, sampling=GREEDY)
+        propose(drafter, context, num_draft_tokens=num_draft_tokens, sampling=GREEDY)
     assert len(context.token_ids) == 5, "a refused proposal consumes nothing"
 
 
@@ -159,7 +160,7 @@ def test_greedy_proposal_is_the_argmax_of_the_training_graph(name: str, vocabula
     sample = document("0" * 20, seed=1)
     steps = getattr(drafter, "ttt_steps", drafter.num_draft_tokens)
     for anchor in (1, 4, 15):
-        proposal = drafter.propose(context_of(sample, anchor=anchor), num_draft_tokens=steps, sampling=GREEDY)
+        proposal = propose(drafter, context_of(sample, anchor=anchor), num_draft_tokens=steps, sampling=GREEDY)
         assert proposal.probabilities is None
         output = in_training_graph(drafter, sample, anchor, proposal.token_ids)
         logits = logits_of(drafter, output)[0]
@@ -182,7 +183,7 @@ def test_forced_proposal_has_the_distributions_of_the_training_graph(name: str, 
             new = slice(known, anchor)
             context.advance(sample.token_ids[new], sample.hidden_states[new], int(sample.token_ids[anchor]))
         forced = sample.token_ids[anchor + 1 : anchor + 1 + steps]
-        proposal = drafter.propose(context, num_draft_tokens=steps, sampling=SAMPLED, forced_token_ids=forced)
+        proposal = propose(drafter, context, num_draft_tokens=steps, sampling=SAMPLED, forced_token_ids=forced)
         assert len(context.token_ids) == len(context.hidden_states) == 0, "propose leaves the new states empty"
         assert torch.equal(proposal.token_ids, forced)
         output = in_training_graph(drafter, sample, anchor, forced)
@@ -204,8 +205,8 @@ def test_sampled_proposal(name: str, vocabulary: str):
     outside = [token for token in range(SPEC.vocab_size) if token not in draft_ids]
     drawn = set()
     for seed in range(8):
-        proposal = drafter.propose(
-            context_of(sample, anchor=9), num_draft_tokens=count, sampling=SAMPLED, generator=seeded(seed)
+        proposal = propose(
+            drafter, context_of(sample, anchor=9), num_draft_tokens=count, sampling=SAMPLED, generator=seeded(seed)
         )
         q = proposal.probabilities
         assert q is not None and q.shape == (count, SPEC.vocab_size)
@@ -213,14 +214,18 @@ def test_sampled_proposal(name: str, vocabulary: str):
         assert (q[:, outside] == 0).all()
         assert (q.gather(1, proposal.token_ids[:, None]) > 0).all()
         drawn.add(tuple(proposal.token_ids.tolist()))
-        forced = drafter.propose(
-            context_of(sample, anchor=9), num_draft_tokens=count, sampling=SAMPLED, forced_token_ids=proposal.token_ids
+        forced = propose(
+            drafter,
+            context_of(sample, anchor=9),
+            num_draft_tokens=count,
+            sampling=SAMPLED,
+            forced_token_ids=proposal.token_ids,
         )
         assert forced.probabilities is not None and torch.equal(forced.probabilities, q)
     assert len(drawn) > 4
     cold = Sampling(temperature=3.0, top_k=1)
-    coldest = drafter.propose(context_of(sample, anchor=9), num_draft_tokens=count, sampling=cold, generator=seeded())
-    greedy = drafter.propose(context_of(sample, anchor=9), num_draft_tokens=count, sampling=GREEDY)
+    coldest = propose(drafter, context_of(sample, anchor=9), num_draft_tokens=count, sampling=cold, generator=seeded())
+    greedy = propose(drafter, context_of(sample, anchor=9), num_draft_tokens=count, sampling=GREEDY)
     assert torch.equal(coldest.token_ids, greedy.token_ids)
 
 
@@ -230,15 +235,15 @@ def test_fewer_draft_tokens_are_a_prefix_of_more(name: str, sampling: Sampling):
     drafter = build(name)
     sample = document("0" * 12, seed=4)
 
-    def propose(count: int, context: DraftContext):
+    def drafted(count: int, context: DraftContext):
         following = sample.token_ids[:count]
         forced = None if sampling.greedy else following
-        return drafter.propose(context, num_draft_tokens=count, sampling=sampling, forced_token_ids=forced)
+        return propose(drafter, context, num_draft_tokens=count, sampling=sampling, forced_token_ids=forced)
 
-    full = propose(drafter.num_draft_tokens, context_of(sample, anchor=7))
+    full = drafted(drafter.num_draft_tokens, context_of(sample, anchor=7))
     for count in range(drafter.num_draft_tokens):
         context = context_of(sample, anchor=7)
-        part = propose(count, context)
+        part = drafted(count, context)
         assert context.position == 7 and len(context.token_ids) == 0, "states are taken in even when nothing is drafted"
         assert part.token_ids.dtype == torch.int64
         assert part.token_ids.tolist() == full.token_ids[:count].tolist()
@@ -248,6 +253,31 @@ def test_fewer_draft_tokens_are_a_prefix_of_more(name: str, sampling: Sampling):
         if full.confidence is not None:
             assert part.confidence is not None and part.confidence.shape == (count,)
             assert_close(part.confidence, full.confidence[:count])
+
+
+@EVERY_DRAFTER
+@BOTH_VOCABULARIES
+def test_sequences_drafted_together_are_drafted_as_alone(name: str, vocabulary: str):
+    """Contexts of unlike lengths, longer than a chunk of attention, at unlike points of their decoding."""
+    drafter = build(name, vocabulary=vocabulary)
+    count = drafter.num_draft_tokens
+    samples = [document("0" * length, seed=length) for length in (12, 190, 5, 150)]
+    together, alone = ([context_of(sample, anchor=1) for sample in samples] for _ in "ab")
+    for step in range(3):
+        forced = torch.stack([sample.token_ids[-1:].repeat(count) for sample in samples])
+        options = {"num_draft_tokens": count, "sampling": SAMPLED}
+        proposal = drafter.propose(together, forced_token_ids=forced, **options)
+        for row, (sample, context) in enumerate(zip(samples, alone, strict=True)):
+            expected = propose(drafter, context, forced_token_ids=forced[row], **options)
+            for field in ("token_ids", "probabilities", "confidence", "top_probability"):
+                found, wanted = getattr(proposal[row], field), getattr(expected, field)
+                assert (found is None) == (wanted is None) and (
+                    found is None or torch.allclose(found, wanted, atol=1e-6)
+                )
+            for each in (context, together[row]):
+                new = slice(each.position, min(each.position + 1 + 70 * step * row, len(sample.token_ids) - 1))
+                each.advance(sample.token_ids[new], sample.hidden_states[new], int(sample.token_ids[new.stop]))
+    assert [context.position for context in together] == [4, 189, 4, 149]
 
 
 def assert_same_output(actual: DraftOutput, parts: list[DraftOutput]) -> None:

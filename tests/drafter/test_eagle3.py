@@ -17,6 +17,7 @@ from tiny_world import (
     logits_of,
     loss_of,
     pack,
+    propose,
     target_head,
     tiny_batch,
 )
@@ -158,7 +159,8 @@ def test_training_time_test_is_autoregression(options: dict[str, Any]):
     first = 1  # the document before has one chain
     for slot in (0, 1, 2, 60, 127, 134):
         forced = sample.token_ids[slot + 2 : slot + 5]
-        proposal = drafter.propose(
+        proposal = propose(
+            drafter,
             context_of(sample, anchor=slot + 1),
             num_draft_tokens=3,
             sampling=Sampling(temperature=1.0),
@@ -175,10 +177,11 @@ def test_a_proposal_leaves_no_trace_of_its_drafts(num_layers: int):
     results = []
     for count in (0, 5):
         context = context_of(sample, anchor=6)
-        drafter.propose(context, num_draft_tokens=count, sampling=Sampling())
+        propose(drafter, context, num_draft_tokens=count, sampling=Sampling())
         context.advance(sample.token_ids[6:9], sample.hidden_states[6:9], int(sample.token_ids[9]))
         results.append(
-            drafter.propose(
+            propose(
+                drafter,
                 context,
                 num_draft_tokens=2,
                 sampling=Sampling(temperature=1.0),
@@ -194,7 +197,7 @@ def test_more_may_be_drafted_than_was_trained():
     sample = document("0" * 10, seed=3)
     short, long = eagle3(ttt_steps=2), eagle3(ttt_steps=5)
     proposals = [
-        drafter.propose(context_of(sample, anchor=6), num_draft_tokens=5, sampling=Sampling())
+        propose(drafter, context_of(sample, anchor=6), num_draft_tokens=5, sampling=Sampling())
         for drafter in (short, long)
     ]
     assert torch.equal(proposals[0].token_ids, proposals[1].token_ids)

@@ -20,7 +20,7 @@ from dspark_lab.drafter.dflash2 import DFlash2
 from dspark_lab.drafter.dspark import DSpark
 from dspark_lab.drafter.eagle3 import Eagle3
 from dspark_lab.drafter.objective import Loss
-from dspark_lab.records import Batch, TargetSample, TargetSpec
+from dspark_lab.records import Batch, Proposal, TargetSample, TargetSpec
 from dspark_lab.target.protocol import TargetHead
 from dspark_lab.training.lr_schedules import LrSchedule
 from dspark_lab.training.optimizers import AdamW
@@ -182,6 +182,14 @@ def logits_of(drafter: Drafter, output: DraftOutput) -> Tensor:
 def context_of(sample: TargetSample, *, anchor: int) -> DraftContext:
     """What is known when the token at ``anchor`` is the newest one."""
     return DraftContext.start(sample.token_ids[:anchor], sample.hidden_states[:anchor], int(sample.token_ids[anchor]))
+
+
+def propose(
+    drafter: Drafter, context: DraftContext, *, forced_token_ids: Tensor | None = None, **options: Any
+) -> Proposal:
+    """For one sequence."""
+    forced = None if forced_token_ids is None else forced_token_ids[None]
+    return drafter.propose([context], forced_token_ids=forced, **options)[0]
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, relative: float = 1e-5) -> None:

@@ -245,8 +245,8 @@ def test_a_drafter_without_probabilities_is_told_how_to_be_replayed():
     sample = ToyTarget(TABLE).sample([1, 2, 3, 5, 3, 5, 3], prompt_length=2)
 
     class Forced(ArgmaxDrafter):
-        def propose(self, context, *, num_draft_tokens, sampling, generator=None, forced_token_ids=None):
-            proposal = super().propose(context, num_draft_tokens=num_draft_tokens, sampling=sampling)
+        def propose(self, contexts, *, num_draft_tokens, sampling, generator=None, forced_token_ids=None):
+            proposal = super().propose(contexts, num_draft_tokens=num_draft_tokens, sampling=sampling)
             return replace(proposal, token_ids=forced_token_ids)
 
     with pytest.raises(ValueError, match="draft_greedily=True"):

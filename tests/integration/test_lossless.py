@@ -1,6 +1,7 @@
 """Speculative decoding on real targets: greedy text is the target's own, and replay takes the very same steps."""
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -70,18 +71,19 @@ class MostlyRight:
 
     def propose(
         self,
-        context: DraftContext,
+        contexts: Sequence[DraftContext],
         *,
         num_draft_tokens: int,
         sampling: Sampling,
         generator: torch.Generator | None = None,
         forced_token_ids: Tensor | None = None,
     ) -> Proposal:
+        (context,) = contexts
         wanted = torch.arange(context.position + 1, context.position + 1 + num_draft_tokens)
         drafted = self.whole[wanted.clamp_max(len(self.whole) - 1)].clone()
         wrong = wanted % 3 == 0
         drafted[wrong] = (drafted[wrong] + 1) % self.vocab_size
-        return Proposal(drafted)
+        return Proposal(drafted[None])
 
 
 @pytest.mark.parametrize("target", [*TARGETS, "tiny_hybrid"], indirect=True)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parent.parent / "drafter"))
 
-from tiny_world import SPEC, build, context_of, document
+from tiny_world import SPEC, build, context_of, document, propose
 
 from dspark_lab.data.datamodule import HiddenStateDataModule
 from dspark_lab.data.packing import SampleOutline
@@ -164,7 +164,7 @@ class Watch(Callback):
         self.steps.append(self._traffic.sent)
         if not self.proposed:
             context = context_of(document("0000011111111", seed=9), anchor=6)
-            proposal = pl_module.propose(context, num_draft_tokens=3, sampling=Sampling())
+            proposal = propose(pl_module, context, num_draft_tokens=3, sampling=Sampling())
             self.proposed = proposal.token_ids.tolist()
 
 
