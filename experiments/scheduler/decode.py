@@ -87,7 +87,7 @@ def measure(target, drafter, prompt: torch.Tensor, batches: list[int]) -> TableP
                                    num_context_tokens=context, time_s=time_s))  # fmt: skip
         contexts = [DraftContext.start(prompt, states, 5) for _ in range(num_requests)]
 
-        def propose(contexts=contexts) -> None:
+        def propose(contexts=contexts, states=states) -> None:
             drafter.propose(contexts, num_draft_tokens=drafter.num_draft_tokens, sampling=Sampling())
             for context in contexts:
                 context.advance(prompt[-2:], states[-2:], 5)
