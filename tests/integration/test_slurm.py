@@ -20,6 +20,7 @@ from virtual_slurm import SUBNET, VirtualSlurm, missing_programs
 from dspark_lab.cluster.slurm import Work
 from dspark_lab.configs import config_folder
 from dspark_lab.pipeline.build import build
+from dspark_lab.report.jobs import read_jobs
 from dspark_lab.report.metrics_log import curve, read_metrics
 from dspark_lab.report.results import read_results
 
@@ -204,6 +205,25 @@ def test_the_doctor_tries_every_way_between_the_nodes(slurm: VirtualSlurm, tmp_p
     for node, others in {"gb0": "gb2", "gb2": "gb0"}.items():
         ((state, told),) = found[node]
         assert state == "failed" and f"{node} 10.77.1.1{node[-1]} -> {others} 10.77.1.1{others[-1]}: " in told
+
+
+def test_a_sweep_gives_every_job_a_slurm_job_of_its_own(slurm: VirtualSlurm, tmp_path: Path) -> None:
+    """In parallel, over shared states and checkpoints; the sweep knows how each of them ended."""
+    command = [
+        sys.executable, "-m", "dspark_lab", "-m", "+experiment=smoke", *SMALL, "drafter=dflash", "trainer.max_steps=2",
+        "seed=1,2", "evaluate.num_draft_tokens=3,-1", "stages=[regenerate,capture,train,evaluate]", "evaluate.mode=replay",
+        f"run.root={tmp_path / 'runs'}", f"hydra.sweep.dir={tmp_path / 'sweep'}", "hydra/launcher=submitit_slurm",
+        "hydra.launcher.tasks_per_node=1", "hydra.launcher.timeout_min=10",
+    ]  # fmt: skip
+    home = {"DSPARK_LAB_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **slurm.environment, **home}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1, done.stdout + done.stderr
+    jobs = read_jobs(tmp_path / "runs")
+    assert sorted(job.error is None for job in jobs) == [False, False, True, True], done.stdout + done.stderr
+    runs = [read_results(path.parent) for path in (tmp_path / "runs").glob("*/results.json")]
+    assert {run.run.seed for run in runs} == {1, 2}
+    assert len(list((tmp_path / "sweep").glob("**/*_0_log.out"))) == 4
 
 
 class TestWithServices:
