@@ -198,10 +198,10 @@ class Proposal:
     confidence: Tensor | None = None
     top_probability: Tensor | None = None
 
-    def __getitem__(self, rows: int | Tensor) -> "Proposal":
-        """That of one sequence, or of some."""
+    def __getitem__(self, row: int) -> "Proposal":
+        """That of one of R sequences."""
         told = (self.token_ids, self.probabilities, self.confidence, self.top_probability)
-        return Proposal(*(None if each is None else each[rows] for each in told))  # pyright: ignore[reportArgumentType]
+        return Proposal(*(None if each is None else each[row] for each in told))  # pyright: ignore[reportArgumentType]
 
     def confidence_by(self, source: ConfidenceSource | None) -> Tensor | None:
         return {"head": self.confidence, "probability": self.top_probability, None: None}[source]

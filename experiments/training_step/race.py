@@ -24,6 +24,7 @@ from typing import Any
 
 import speculators_peer as peer
 import torch
+import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from lightning import seed_everything
 from omegaconf import DictConfig
@@ -72,9 +73,38 @@ def parts_of(name: str, side: str, overrides: list[str], seed: int) -> Parts:
     return Parts(config, no_run, info, Place.of())
 
 
-def ours(parts: Parts) -> Trained:
+def ours(parts: Parts, *, start: str | None, dense: float) -> Trained:
     drafter = parts.drafter.train()
-    return Trained(drafter, drafter, lambda batch, samples: drafter.loss(drafter(batch), batch).total, lambda: None)
+    if start == "fc":
+        assert isinstance(drafter, BlockDrafter)
+        select_newest(drafter)
+
+    def loss(batch: Batch, samples: list[TargetSample]) -> Tensor:
+        total = drafter.loss(drafter(batch), batch).total
+        if dense:
+            assert isinstance(drafter, BlockDrafter)
+            total = total + dense * dense_loss(drafter, batch)
+        return total
+
+    return Trained(drafter, drafter, loss, lambda: None)
+
+
+def select_newest(drafter: BlockDrafter) -> None:
+    """``--start fc``: ``fc`` hands on the last captured state alone; all else is random."""
+    size = drafter.target.hidden_size
+    with torch.no_grad():
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, -size:] = torch.eye(size)
+
+
+def dense_loss(drafter: BlockDrafter, batch: Batch) -> Tensor:
+    """``--dense``: cross-entropy of the target's argmax, told from the context state of a token itself, at 256 tokens."""
+    tokens = batch.loss_mask.flatten().nonzero().flatten()
+    tokens = tokens[torch.randperm(len(tokens))[:256]]
+    states = drafter.hidden_norm(drafter.fc(drafter.features(batch.hidden_states.flatten(0, 1)[tokens])))
+    with torch.no_grad():
+        labels = drafter.teacher_logits(batch.last_hidden_state.flatten(0, 1)[tokens]).argmax(-1)
+    return F.cross_entropy(F.linear(states, drafter.draft_rows), labels)
 
 
 def in_fp32(states: Any) -> Any:
@@ -170,11 +200,14 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=30, help="seconds between measurements")
     parser.add_argument("--replayed", type=int, default=20, help="conversations, at the end")
     parser.add_argument("--lr", type=float, default=1e-3, help="after a warm-up of 20 steps")
+    parser.add_argument("--start", choices=("fc",), help="of our side: a selection of the newest state")
+    parser.add_argument("--dense", type=float, default=0.0, help="of our side: weight of a loss at context states")
     parser.add_argument("--out", type=Path, required=True, help="a line is appended per measurement")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     parts = parts_of(arguments.drafter, arguments.side, arguments.overrides, arguments.seed)
-    trained = {"ours": ours, "speculators": speculators}[arguments.side](parts)
+    started = {"start": arguments.start, "dense": arguments.dense}
+    trained = ours(parts, **started) if arguments.side == "ours" else speculators(parts)
     trainable = [parameter for parameter in trained.module.parameters() if parameter.requires_grad]
     optimizer = trained.drafter.recipe.optimizer.build(trained.module)
     measure = Measure(parts)
