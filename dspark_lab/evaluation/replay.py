@@ -13,9 +13,10 @@ not. So at least i stand, given the whole answer, with probability w_i q(x_1 .. 
 given that those before it were, with probability min(1, q(x_i) / (w_{i-1} p(x_i))).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from dspark_lab.target.protocol import TargetHead
 
 CHUNK_TOKENS = 128
 """Answer tokens whose target logits exist at once."""
+TOGETHER, TOGETHER_TOKENS = 16, 16384
+"""Answers that are drafted for at once, and at most so many tokens (but one answer) whose states are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,34 +74,21 @@ def replay(
             f"conversation {conversation.id!r} cannot be replayed at {sampling}: {reason} (recorded: "
             f"{conversation.sampling}); replay at the recorded sampling, or regenerate the answers at this one"
         )
-    answer = _recorded_answer(sample, sampling=sampling, target_head=target_head, eos_token_ids=eos_token_ids)
-    draft_greedily = draft_greedily or sampling.greedy
-    context = DraftContext.start(
-        answer.token_ids[: answer.start], answer.hidden_states[: answer.start], int(answer.token_ids[answer.start])
+    walk = _Walk.start(
+        sample,
+        conversation,
+        sampling=sampling,
+        target_head=target_head,
+        eos_token_ids=eos_token_ids,
+        generator=generator,
     )
-    steps = []
-    while (remaining := len(answer.token_ids) - 1 - context.position) > 0:
-        position = context.position
-        proposal = drafter.propose(
-            [context],
-            num_draft_tokens=num_draft_tokens,
-            sampling=GREEDY if draft_greedily else sampling,
-            generator=generator,
-            forced_token_ids=None if draft_greedily else answer.following(position, num_draft_tokens)[None],
-        )[0]
-        if draft_greedily:
-            kept = _matches(proposal, answer, position)
-        else:
-            kept = _kept(proposal, answer, position, verification, generator)
-        # What follows `remaining` recorded tokens was cut away in decoding too.
-        emitted = min(int(kept.long().cumprod(0).sum()) + 1, remaining)
-        steps.append(VerifyStep.of(position, proposal, num_verified=kept.numel(), num_accepted=emitted - 1))
-        known = slice(position, position + emitted)
-        context.advance(answer.token_ids[known], answer.hidden_states[known], int(answer.token_ids[position + emitted]))
-    written = tuple(answer.token_ids[answer.start :].tolist())
-    return Trace(conversation.id, conversation.domain, tuple(steps), len(written), written)
+    how = _How(sampling, num_draft_tokens, draft_greedily or sampling.greedy, verification)
+    while walk.remaining:
+        _step(drafter, [walk], how)
+    return walk.trace
 
 
+@torch.inference_mode()
 def evaluate_replay(
     drafter: Proposer,
     store_get: Callable[[str], TargetSample],
@@ -113,36 +103,121 @@ def evaluate_replay(
     verification: Verification = "token",
     progress: Progress = silent,
 ) -> ReplayResult:
-    """Replay every conversation that can be; the others are counted by reason.
+    """Replay every conversation that can be, several at once; the others are counted by reason.
 
     ``store_get`` returns the sample of a ``TokenizedConversation.key``. Random numbers depend on ``seed`` and the
     conversation's id only. Raises ValueError when none can be replayed.
     """
-    traces, refused = [], Counter()
-    for conversation in progress(conversations, "replay"):
+    refused: Counter[str] = Counter()
+    running: dict[int, _Walk] = {}
+    traces: dict[int, Trace] = {}
+    how = _How(sampling, num_draft_tokens, draft_greedily or sampling.greedy, verification)
+
+    def go_on(*, num_left: int, num_tokens: float = math.inf) -> None:
+        """Until at most so many are left, and so many tokens. What has ended leaves its trace alone."""
+        while len(running) > num_left or (running and sum(walk.num_tokens for walk in running.values()) > num_tokens):
+            for number in [number for number, walk in running.items() if not walk.remaining]:
+                traces[number] = running.pop(number).trace
+            if running:
+                _step(drafter, list(running.values()), how)
+
+    for number, conversation in enumerate(progress(conversations, "replay")):
         reason = refusal(conversation, conversation.loss_mask, sampling=sampling)
         if reason is not None:
             refused[reason] += 1
             continue
-        trace = replay(
-            drafter,
+        go_on(num_left=TOGETHER - 1, num_tokens=TOGETHER_TOKENS - conversation.loss_mask.numel())
+        running[number] = _Walk.start(
             store_get(conversation.key),
             conversation,
             sampling=sampling,
-            num_draft_tokens=num_draft_tokens,
             target_head=target_head,
             eos_token_ids=eos_token_ids,
             generator=prompt_generator(seed, conversation.id, target_head.lm_head.device),
-            draft_greedily=draft_greedily,
-            verification=verification,
         )
-        traces.append(trace)
+    go_on(num_left=0)
     if not traces:
         raise ValueError(
             f"none of {len(conversations)} conversations can be replayed at {sampling}: {dict(refused)}; "
             "give conversations that the target answered at this sampling"
         )
-    return ReplayResult(tuple(traces), dict(refused))
+    return ReplayResult(tuple(traces[number] for number in sorted(traces)), dict(refused))
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    sampling: Sampling
+    num_draft_tokens: int
+    draft_greedily: bool
+    verification: Verification
+
+
+@dataclass(slots=True)
+class _Walk:
+    """An answer while it is replayed."""
+
+    conversation: TokenizedConversation
+    answer: "_Answer"
+    context: DraftContext
+    generator: torch.Generator | None
+    steps: list[VerifyStep] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls,
+        sample: TargetSample,
+        conversation: TokenizedConversation,
+        *,
+        sampling: Sampling,
+        target_head: TargetHead,
+        eos_token_ids: Collection[int],
+        generator: torch.Generator | None,
+    ) -> "_Walk":
+        answer = _recorded_answer(sample, sampling=sampling, target_head=target_head, eos_token_ids=eos_token_ids)
+        start = answer.start
+        context = DraftContext.start(
+            answer.token_ids[:start], answer.hidden_states[:start], int(answer.token_ids[start])
+        )
+        return cls(conversation, answer, context, generator)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.answer.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Recorded tokens after the anchor."""
+        return self.num_tokens - 1 - self.context.position
+
+    @property
+    def trace(self) -> Trace:
+        written = tuple(self.answer.token_ids[self.answer.start :].tolist())
+        return Trace(self.conversation.id, self.conversation.domain, tuple(self.steps), len(written), written)
+
+    def take(self, proposal: Proposal, how: _How) -> None:
+        """Keep of the proposal what decoding would have, and go on behind the token after it."""
+        position, token_ids = self.context.position, self.answer.token_ids
+        if how.draft_greedily:
+            kept = _matches(proposal, self.answer, position)
+        else:
+            kept = _kept(proposal, self.answer, position, how.verification, self.generator)
+        # What follows the recorded tokens was cut away in decoding too.
+        emitted = min(int(kept.long().cumprod(0).sum()) + 1, self.remaining)
+        self.steps.append(VerifyStep.of(position, proposal, num_verified=kept.numel(), num_accepted=emitted - 1))
+        known = slice(position, position + emitted)
+        self.context.advance(token_ids[known], self.answer.hidden_states[known], int(token_ids[position + emitted]))
+
+
+def _step(drafter: Proposer, walks: Sequence[_Walk], how: _How) -> None:
+    forced = [walk.answer.following(walk.context.position, how.num_draft_tokens) for walk in walks]
+    proposal = drafter.propose(
+        [walk.context for walk in walks],
+        num_draft_tokens=how.num_draft_tokens,
+        sampling=GREEDY if how.draft_greedily else how.sampling,
+        forced_token_ids=None if how.draft_greedily else torch.stack(forced),
+    )
+    for row, walk in enumerate(walks):
+        walk.take(proposal[row], how)
 
 
 def refusal(conversation: TokenizedConversation, loss_mask: Tensor, *, sampling: Sampling) -> str | None:

@@ -18,6 +18,7 @@ from toy_language import (
 )
 
 from dspark_lab.decoding.loop import plain_decode, speculative_decode
+from dspark_lab.evaluation import replay as replay_module
 from dspark_lab.evaluation.replay import answer_span, evaluate_replay, keeping, refusal, replay
 from dspark_lab.records import Sampling, TokenizedConversation
 
@@ -331,6 +332,26 @@ def test_a_conversations_random_numbers_do_not_depend_on_the_others():
     alone = [evaluated([each], store, sampling=HOT).traces[0] for each in conversations]
     assert together == tuple(alone)
     assert evaluated(conversations, store, sampling=HOT, seed=1).traces != together
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "most"), [("TOGETHER", 3, 3), ("TOGETHER", 99, 4), ("TOGETHER_TOKENS", 1, 1)]
+)
+def test_what_is_held_at_once_is_limited_and_changes_nothing(
+    limit: str, value: int, most: int, monkeypatch: pytest.MonkeyPatch
+):
+    conversations, store = stored(sampling=HOT)
+    expected, widths = evaluated(conversations, store, sampling=HOT), []
+    propose = TableDrafter.propose
+
+    def counting(self, contexts, **options):
+        widths.append(len(contexts))
+        return propose(self, contexts, **options)
+
+    monkeypatch.setattr(TableDrafter, "propose", counting)
+    monkeypatch.setattr(replay_module, limit, value)
+    assert evaluated(conversations, store, sampling=HOT) == expected
+    assert max(widths) == most
 
 
 def test_nothing_to_replay_is_an_error_that_says_why():
