@@ -76,13 +76,15 @@ def _chunks(visibility: Visibility) -> Iterator[slice]:
     size = visibility.group_size
     lower = visibility.lower.view(-1, size).amin(1).tolist()
     upper = visibility.upper.view(-1, size).amax(1).tolist()
-    start, most = 0, max(CHUNK // size, 1)
+    start, first, last = 0, lower[0], upper[0]
     for group in range(1, len(lower)):
-        context = max(upper[start:group]) - min(lower[start:group])
-        left_behind = lower[group] >= upper[group - 1] and context >= CHUNK
-        if group - start == most or left_behind:
+        full = (group - start + 1) * size > CHUNK
+        left_behind = lower[group] >= last and last - first >= CHUNK
+        if full or left_behind:
             yield slice(start * size, group * size)
-            start = group
+            start, first, last = group, lower[group], upper[group]
+        else:
+            first, last = min(first, lower[group]), max(last, upper[group])
     yield slice(start * size, len(lower) * size)
 
 
