@@ -105,6 +105,12 @@ def identity(config: Mapping[str, Any], *, num_ranks: int) -> dict[str, Any]:
     return kept
 
 
+def in_identity(key: str) -> bool:
+    """Whether a dotted key of a config tells trained drafters apart; how long they were trained is beside it."""
+    group, _, name = key.partition(".")
+    return group not in NOT_IDENTITY and name.partition(".")[0] not in NOT_IDENTITY_WITHIN.get(group, ())
+
+
 def name_run(config: Mapping[str, Any], *, experiment: str | None, drafter: str, num_ranks: int = 1) -> tuple[str, str]:
     """(name, hash): <experiment>-<drafter>-<hash of the identity>."""
     digest = content_hash(identity(config, num_ranks=num_ranks), 8)

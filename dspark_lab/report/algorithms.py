@@ -13,7 +13,7 @@ from dspark_lab.evaluation.hierarchy import Difference, SeedCounts, Spread, comp
 from dspark_lab.records import Metric, Trace, content_hash
 from dspark_lab.report.collect import Collection, RunResult, flatten
 from dspark_lab.report.comparison import Row, comparison_rows, labels_of, ranked
-from dspark_lab.run import NOT_IDENTITY
+from dspark_lab.run import in_identity
 
 ORIGINS = {"decode": "measured", "replay": "replayed"}
 ONE_CHECKPOINT = "one checkpoint"
@@ -56,11 +56,7 @@ class Comparison:
 
 def algorithm_of(run: RunResult) -> str:
     """The same for runs whose trained drafters differ in their seed only."""
-    config = {
-        key: value
-        for key, value in flatten(run.results.run.config).items()
-        if key.partition(".")[0] not in NOT_IDENTITY and not _is_seed(key)
-    }
+    config = {key: value for key, value in flatten(run.results.run.config).items() if not _makes_no_other(key)}
     return content_hash([config, run.drafter])
 
 
@@ -70,7 +66,7 @@ def algorithm_rows(collection: Collection) -> list[Row]:
     for row in comparison_rows(collection):
         groups[algorithm_of(row.run), content_hash(row.setting)].append(row)
     firsts = {algorithm: group[0].run for (algorithm, _), group in reversed(groups.items())}
-    labels = dict(zip(firsts, labels_of(list(firsts.values()), ignored=_is_seed), strict=True))
+    labels = dict(zip(firsts, labels_of(list(firsts.values()), ignored=_makes_no_other), strict=True))
     return ranked([_merged(group, labels[algorithm]) for (algorithm, _), group in groups.items()])
 
 
@@ -205,5 +201,7 @@ def _counts(traces: Sequence[Sequence[Trace]], prompts: Sequence[str], *, positi
     return SeedCounts(np.stack(tops), np.stack(bottoms))
 
 
-def _is_seed(key: str) -> bool:
-    return (key == "seed" or key.endswith(".seed")) and not key.startswith("data.")
+def _makes_no_other(key: str) -> bool:
+    """Whether a setting makes no other algorithm: a seed, or what was done with the drafter afterwards."""
+    is_seed = (key == "seed" or key.endswith(".seed")) and not key.startswith("data.")
+    return is_seed or not (in_identity(key) or key == "trainer.max_steps")

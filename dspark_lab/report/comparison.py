@@ -45,7 +45,7 @@ class Row:
         """What was asked of every drafter alike: "gsm_symbolic, temperature 0". Draft tokens are the drafter's own."""
         idle = {"top_k": 0, "top_p": 1.0, "verification": "token"}  # left out at these values, where they do nothing
         return ", ".join(
-            str(value) if key == "benchmark" else f"{key.replace('_', ' ')} {_number(value)}"
+            str(value) if key == "benchmark" else f"{key.replace('_', ' ')} {_as_given(value)}"
             for key, value in self.setting.items()
             if key != "num_draft_tokens" and value is not None and idle.get(key) != value
         )
@@ -87,7 +87,7 @@ def labels_of(runs: Sequence[RunResult], *, ignored: Callable[[str], bool]) -> l
     for run in runs:
         same = [other for other in runs if other.drafter == run.drafter]
         differing = [key for key in differing_settings(same) if not ignored(key)]
-        short = [f"{key.rpartition('.')[2]}={_number(flatten(run.results.run.config).get(key))}" for key in differing]
+        short = [f"{key.rpartition('.')[2]}={_as_given(flatten(run.results.run.config).get(key))}" for key in differing]
         suffix = (
             "" if len(same) == 1 else f" ({', '.join(short)})" if 1 <= len(short) <= 4 else f" ({run.results.run.name})"
         )
@@ -215,5 +215,8 @@ def _row_setting(entry: Metric) -> dict[str, Any]:
     return {key: entry.setting[key] for key in ROW_SETTINGS if key in entry.setting}
 
 
-def _number(value: Any) -> str:
+def _as_given(value: Any) -> str:
+    """As an override has it."""
+    if value is None:
+        return "null"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,6 +1,7 @@
 """A study of several seeds: what its report claims, shows and draws."""
 
 import csv
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from dspark_lab.report.collect import collect
 from dspark_lab.report.html import write_report
 from dspark_lab.report.jobs import JobRecord, add_job
 from dspark_lab.report.recompute import recompute
+from dspark_lab.report.results import RESULTS_FILE
 from dspark_lab.report.table import comparison_table
 from dspark_lab.report.text import markdown
 from dspark_lab.report.tidy import tidy_rows, write_table
@@ -48,6 +50,29 @@ def test_runs_that_differ_in_the_seed_are_one_algorithm(study: Path) -> None:
         assert row.decode.value == pytest.approx(np.mean([entry.value for entry in lengths if entry]))
         assert sum(rate.value or 0 for rate in row.rates) + 1 == pytest.approx(row.decode.value)
     assert "eagle3" in comparison_table(rows).cells[0]
+
+
+def test_what_was_done_with_one_seed_afterwards_makes_it_no_other_algorithm(tmp_path: Path) -> None:
+    """Simulated elsewhere, read by more workers. What it was trained on or for how long does; labels say just that."""
+    for seed in (1, 2, 3):
+        make_run(tmp_path / f"short-{seed}", "dspark", seed=seed)
+        long = make_run(tmp_path / f"long-{seed}", "dspark", seed=seed)
+        later = {
+            "target": {"serving": {"compute": f"bf{seed}"}},
+            "hardware": {"name": seed},
+            "data": {"num_workers": seed},
+        }
+        change_config(long, {**later, "trainer": {"max_steps": 999}})
+    rows = algorithm_rows(collect([tmp_path]))
+    assert {row.label: len(row.runs) for row in rows} == {"dspark (max_steps=null)": 3, "dspark (max_steps=999)": 3}
+
+
+def change_config(run: Path, changed: dict[str, dict[str, object]]) -> None:
+    path = run / RESULTS_FILE
+    told = json.loads(path.read_text())
+    for group, values in changed.items():
+        told["run"]["config"].setdefault(group, {}).update(values)
+    path.write_text(json.dumps(told))
 
 
 def test_only_three_seeds_of_both_make_a_claim(study: Path) -> None:
