@@ -166,7 +166,9 @@ METRICS: Mapping[str, MetricKind] = {
     "profile_step_time_s": MetricKind(
         "s", "Median seconds of the target's cached forward of one token, one request, on the machine at hand."
     ),
-    "profile_draft_time_s": MetricKind("s", "Median seconds of one request's proposal in the middle of decoding."),
+    "profile_draft_time_s": MetricKind(
+        "s", "Median seconds of a proposal for the fewest requests (`profile.num_requests`) in the middle of decoding."
+    ),
     "profile_fit_error": MetricKind(
         "fraction", "Mean over the timed steps of |fitted / timed - 1|: how well the stored profile says its own data."
     ),
