@@ -209,12 +209,15 @@ class _Walk:
 
 
 def _step(drafter: Proposer, walks: Sequence[_Walk], how: _How) -> None:
-    forced = [walk.answer.following(walk.context.position, how.num_draft_tokens) for walk in walks]
+    forced = None
+    if not how.draft_greedily:
+        width = max(how.num_draft_tokens, 0)  # the drafter says what is wrong with a negative number
+        forced = torch.stack([walk.answer.following(walk.context.position, width) for walk in walks])
     proposal = drafter.propose(
         [walk.context for walk in walks],
         num_draft_tokens=how.num_draft_tokens,
         sampling=GREEDY if how.draft_greedily else how.sampling,
-        forced_token_ids=None if how.draft_greedily else torch.stack(forced),
+        forced_token_ids=forced,
     )
     for row, walk in enumerate(walks):
         walk.take(proposal[row], how)

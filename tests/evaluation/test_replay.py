@@ -354,6 +354,17 @@ def test_what_is_held_at_once_is_limited_and_changes_nothing(
     assert max(widths) == most
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, HOT])
+def test_what_a_drafter_refuses_is_its_own_words(sampling: Sampling, monkeypatch: pytest.MonkeyPatch):
+    def refuse(self, contexts, *, num_draft_tokens, **options):
+        raise ValueError(f"num_draft_tokens={num_draft_tokens} but")
+
+    monkeypatch.setattr(TableDrafter, "propose", refuse)
+    conversations, store = stored(sampling=sampling)
+    with pytest.raises(ValueError, match="num_draft_tokens=-1 but"):
+        evaluated(conversations, store, sampling=sampling, num_draft_tokens=-1)
+
+
 def test_nothing_to_replay_is_an_error_that_says_why():
     conversations, store = stored(sampling=GREEDY)
     with pytest.raises(ValueError, match=r"none of 4 .*'recorded at another sampling': 4"):
