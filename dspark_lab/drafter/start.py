@@ -23,7 +23,7 @@ def start_from_target(drafter: Drafter, layers: Sequence[nn.Module]) -> None:
     place = "drafter.from_pretrained=target"
     if not isinstance(drafter, BlockDrafter):
         raise ValueError(f"{place}: {type(drafter).__name__}'s layers are not shaped like a target's; use null")
-    size, own = drafter.target.hidden_size, drafter.layers
+    own = drafter.layers
     copied = list(layers)[-len(own) :]
     if len(copied) < len(own):
         raise ValueError(f"{place}: the target has {len(copied)} layers, drafter.num_layers={len(own)}: set it lower")
@@ -39,6 +39,13 @@ def start_from_target(drafter: Drafter, layers: Sequence[nn.Module]) -> None:
                         f"{place}: {name} has {tuple(parameter.shape)} in the drafter and {found} in the target; leave "
                         "drafter.intermediate_size=null, or start from null"
                     )
-        drafter.fc.weight.zero_()
-        drafter.fc.weight[:, -size:] = torch.eye(size)
         drafter.hidden_norm.weight.copy_(own[0].input_layernorm.weight)
+    select_newest(drafter)
+
+
+@torch.no_grad()
+def select_newest(drafter: BlockDrafter) -> None:
+    """``fc`` hands on the last captured state alone."""
+    size = drafter.target.hidden_size
+    drafter.fc.weight.zero_()
+    drafter.fc.weight[:, -size:] = torch.eye(size)

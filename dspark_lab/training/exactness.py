@@ -63,21 +63,20 @@ class LoggedStep(Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.global_step % trainer.log_every_n_steps == 0:  # pyright: ignore[reportAttributeAccessIssue]
-            found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            metrics = {
-                name: value for name, value in found.items() if not name.startswith("val/")
-            }  # of an earlier step
+            known = trainer.callback_metrics.items()  # those of validation are of an earlier step
+            metrics = {name: float(value) for name, value in known if not name.startswith("val/")}
             checkpoint["logged_step"] = {"step": trainer.global_step - 1, "metrics": metrics}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self.carried = checkpoint.get("logged_step", {})
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        logged = {line.get("step") for line in read_metrics(self.run_dir) if "train/loss" in line}
-        if self.carried and self.carried["step"] not in logged:
-            for logger in trainer.loggers:
-                logger.log_metrics(self.carried["metrics"], step=self.carried["step"])
-        self.carried = {}
+        if self.carried:
+            logged = {line.get("step") for line in read_metrics(self.run_dir) if "train/loss" in line}
+            if self.carried["step"] not in logged:
+                for logger in trainer.loggers:
+                    logger.log_metrics(self.carried["metrics"], step=self.carried["step"])
+            self.carried = {}
 
 
 class Surroundings(Callback):

@@ -36,6 +36,7 @@ from dspark_lab.data.datamodule import Collation, RowSampler, StoredRows
 from dspark_lab.drafter.base import Drafter
 from dspark_lab.drafter.block import BlockDrafter
 from dspark_lab.drafter.eagle3 import Eagle3
+from dspark_lab.drafter.start import select_newest
 from dspark_lab.evaluation.acceptance import AcceptanceLengthEstimate, acceptance_length
 from dspark_lab.evaluation.replay import ReplayResult, evaluate_replay
 from dspark_lab.pipeline.build import build
@@ -87,14 +88,6 @@ def ours(parts: Parts, *, start: str | None, dense: float) -> Trained:
         return total
 
     return Trained(drafter, drafter, loss, lambda: None)
-
-
-def select_newest(drafter: BlockDrafter) -> None:
-    """``--start fc``: ``fc`` hands on the last captured state alone; all else is random."""
-    size = drafter.target.hidden_size
-    with torch.no_grad():
-        drafter.fc.weight.zero_()
-        drafter.fc.weight[:, -size:] = torch.eye(size)
 
 
 def dense_loss(drafter: BlockDrafter, batch: Batch) -> Tensor:
